@@ -4,7 +4,6 @@ The clock of a process is moved by a library that stands before the C library, a
 libfaketime does it; the machine's own clock is left alone.
 """
 
-import os
 import shutil
 import struct
 import subprocess
@@ -13,11 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from replicax.cluster import coordination_service
-from replicax.testing import Cluster
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -133,35 +130,3 @@ class coordinator_of_one:
     def __exit__(self, *_):
         self._process.kill()
         self._process.communicate()
-
-
-def train() -> float:
-    import replicax as rx
-
-    strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(heartbeat=8))
-
-    def step(x):
-        return rx.get_replica_context().all_reduce("sum", x)
-
-    wall, steady = time.time(), time.monotonic()
-    for number in range(200):
-        values = strategy.run(step, (np.ones(2, "float32"),))
-        assert float(strategy.experimental_local_results(values)[0][0]) == 2
-        time.sleep(0.05)
-        if number == 20:
-            print("twenty", flush=True)
-    return time.time() - wall - (time.monotonic() - steady)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [-600, 3 * 3600])
-def test_workers_train_on(seconds: int, set_clock: Callable[[int], None]) -> None:
-    with Cluster(train, num_workers=2, deadline_seconds=100) as cluster:
-        for name in ("LD_PRELOAD", "MOVED_CLOCK"):
-            del os.environ[name]
-        for task in cluster.tasks.values():
-            task.wait_for("twenty", timeout_seconds=80)
-        set_clock(seconds)
-        results = cluster.wait().check()
-    for moved in results.returned.values():
-        assert moved == pytest.approx(seconds, abs=5)

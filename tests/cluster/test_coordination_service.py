@@ -91,17 +91,6 @@ def test_it_serves_on_for_who_is_connected() -> None:
         socket.create_connection(("localhost", port), timeout=5).close()
 
 
-@pytest.mark.slow
-def test_it_serves_on_no_longer_than_it_should() -> None:
-    port = free_port()
-    with (
-        service(port, linger_seconds=1.0) as process,
-        socket.create_connection(("localhost", port), timeout=5),
-    ):
-        starter_dies(process)
-        assert wait_for(lambda: process.poll() is not None) > 0.9
-
-
 def test_a_port_in_use() -> None:
     port = free_port()
     with (

@@ -67,10 +67,6 @@ def test_reports_are_left_in_a_folder(
     )
 
 
-def test_no_reports(tmp_path: Path) -> None:
-    assert FailureReport.read_all(tmp_path) == []
-
-
 OWN = "because of the exception above"
 LAST_WORDS = [
     (

@@ -15,7 +15,6 @@ from replicax.errors import ClusterConfigError
 from replicax.testing import run
 
 DEADLINE_S = 100.0
-TWO_WORKERS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": %s}'
 
 
 def my_address() -> str:
@@ -159,38 +158,3 @@ def test_clusters_leave_nothing_behind(num_clusters: int) -> None:
         with socket.create_server(("", port)):
             pass
     assert len(set(Path("/proc/self/fd").iterdir()) - before) <= 1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[]",
-        '{"cluster": 3}',
-        '{"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "worker"}}',
-        '{"cluster": {"worker": ["a:1", "a:1"]}, "task": {"type": "worker"}}',
-        TWO_WORKERS % '{"type": "worker", "index": 2}',
-        TWO_WORKERS % '{"type": "worker", "index": "x"}',
-        TWO_WORKERS % '{"type": "master", "index": 0}',
-        TWO_WORKERS % "3",
-    ],
-)
-def test_a_malformed_tf_config_opens_nothing(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sockets() -> set[str]:
-        found = set()
-        for descriptor in os.listdir("/proc/self/fd"):
-            try:
-                target = os.readlink(f"/proc/self/fd/{descriptor}")
-            except FileNotFoundError:  # That of the listing.
-                continue
-            if target.startswith("socket:"):
-                found.add(target)
-        return found
-
-    monkeypatch.setenv("TF_CONFIG", text)
-    before = sockets()
-    with pytest.raises(ClusterConfigError, match="TF_CONFIG"):
-        rx.MultiWorkerMirroredStrategy()
-    assert sockets() == before

@@ -14,7 +14,7 @@ import pytest
 import replicax as rx
 import replicax.testing
 from replicax._util import waiting
-from replicax.cluster import coordination_service, listening
+from replicax.cluster import listening
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.listening import (
     await_own_name,
@@ -117,20 +117,6 @@ def test_the_place_of_a_task_that_waits(host: str | None) -> None:
             pass
     with listener(host, port):
         pass
-
-
-@on_linux
-@pytest.mark.multiprocess
-def test_the_coordination_service_listens_where_it_is_told() -> None:
-    port = free_port()
-    process = coordination_service.start(port, 2, 30.0, host="127.0.0.1")
-    try:
-        hosts = listening_hosts([process.pid])
-        assert hosts
-        assert hosts <= LOOPBACK
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def where_workers_listen() -> set[str]:

@@ -117,12 +117,6 @@ def test_simple() -> None:
     assert SimpleClusterResolver(ClusterSpec({})).master() == ""
 
 
-def test_the_task_may_be_set_later() -> None:
-    resolver = SimpleClusterResolver(ClusterSpec(CLUSTER))
-    resolver.task_type, resolver.task_id = "worker", 1
-    assert repr(resolver).endswith("worker:1)")
-
-
 def test_simple_wants_a_cluster_spec() -> None:
     with pytest.raises(TypeError, match=r"a dict; got \{.*Wrap it: ClusterSpec"):
         SimpleClusterResolver(CLUSTER)

@@ -77,12 +77,6 @@ def test_jobs_take_the_tasks_in_alphabetic_order(
     }
 
 
-def test_the_order_of_nodes_is_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_step(monkeypatch, 1, "n9,n10", "1(x2)")
-    workers = SlurmClusterResolver().cluster_spec().job_tasks("worker")
-    assert workers == ["n9:8888", "n10:8888"]
-
-
 def test_tasks_per_node_as_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     set_step(monkeypatch, 3, "n[1-2]", "2(x2)")
     monkeypatch.delenv("SLURM_STEP_TASKS_PER_NODE")

@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,13 +101,3 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGTERM)]
-
-
-@pytest.mark.parametrize("step", [0, 7])
-def test_freezing_before_any_step(step: int) -> None:
-    stop = StopRequest(alone=False)
-    if step:
-        stop.reached(step)
-    assert stop.freeze() == step
-    stop.agree(step + 1)
-    assert stop.reached(step + 1)

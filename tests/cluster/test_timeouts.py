@@ -63,14 +63,6 @@ def test_timeouts_of_another_type(call, monkeypatch) -> None:
         call(timeouts=60)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_signatures_stay_readable(strategy) -> None:
-    parameters = inspect.signature(strategy).parameters
-    assert parameters["timeouts"].default is None
-    kinds = {parameter.kind for parameter in parameters.values()}
-    assert inspect.Parameter.VAR_KEYWORD not in kinds
-
-
 def test_the_communication_options_decide_about_the_step() -> None:
     seen = []
 

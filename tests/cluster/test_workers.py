@@ -98,15 +98,6 @@ def test_all_get_the_values_of_all() -> None:
     ]
 
 
-def test_names_that_begin_alike_are_kept_apart() -> None:
-    cluster = cluster_of(2, Service(), startup=10)
-
-    def exchange(worker: Workers) -> list[Any]:
-        return [worker.exchange(name, name) for name in ("a", "a/0", "ab")]
-
-    assert on_all(cluster, exchange)[0] == [["a"] * 2, ["a/0"] * 2, ["ab"] * 2]
-
-
 def test_one_that_does_not_come() -> None:
     first = cluster_of(3, service := Service(), startup=0.3)[0]
     service.values["replicax/exchange/start/0/1"] = "1"
@@ -119,14 +110,6 @@ def test_one_that_does_not_come() -> None:
         first.exchange("start", 0)
     assert 0.3 <= time.monotonic() - begin < 10
     assert caught.value.culprit == "worker:2"
-
-
-def test_several_that_do_not_come() -> None:
-    first, *_ = cluster_of(3, Service())
-    with pytest.raises(
-        ClusterError, match=r"worker:1 \(host1:1\) and worker:2 \(host2:1\) did not"
-    ):
-        first.exchange("start", 0, timeout_seconds=0.05)
 
 
 def test_most_of_500_that_do_not_come() -> None:

@@ -25,7 +25,7 @@ def written(chunks: list[tuple[str, bytes]]) -> bytes:
     stream = io.BytesIO()
     console = TaskConsole(NAMES, stream)
     for name, chunk in chunks:
-        console.take(name, chunk)
+        console.write(name, chunk)
     return stream.getvalue()
 
 
@@ -93,9 +93,9 @@ def test_a_stream_that_breaks_is_noted(capsys: pytest.CaptureFixture[str]) -> No
 
     console = TaskConsole(NAMES, Broken())
     assert console.error is None
-    console.take(NAMES[0], b"a\nb\n")
+    console.write(NAMES[0], b"a\nb\n")
     assert isinstance(console.error, BrokenPipeError)
-    console.take(NAMES[0], b"c\n")
+    console.write(NAMES[0], b"c\n")
     console.say("one\ntwo")
     assert capsys.readouterr().err == "replicax: one\nreplicax: two\n"
 
@@ -106,14 +106,14 @@ from replicax.launch.console import TaskConsole
 console = TaskConsole(["worker:0", "ps:0"])
 steps = 0
 with console.display(lambda: [("worker:0", "running", f"{steps} steps")]):
-    console.take("worker:0", b"first\\n")
+    console.write("worker:0", b"first\\n")
     for steps in range(3):
         console._refresh_at = 0.0
         console.refresh()
-        console.take("ps:0", b"x" * 150 + b" line %d\\n" % steps)
+        console.write("ps:0", b"x" * 150 + b" line %d\\n" % steps)
     console.say("a message")
     steps = 1710
-console.take("worker:0", b"over\\n")
+console.write("worker:0", b"over\\n")
 """
 
 

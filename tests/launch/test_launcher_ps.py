@@ -191,39 +191,24 @@ def test_without_restarts_the_others_finish(run: Callable[..., Result]) -> None:
 
 
 CRASHES = """
-    if name == {who!r}:
-        if attempt == {last}:
+    if name == "worker:1":
+        if attempt == 3:
             mark("given-up")
         os.kill(os.getpid(), signal.SIGKILL)
     wait_for("given-up")
     time.sleep(0.5)
     if name == "worker:0":
         mark("over")
-    if {who!r} == "worker:0":
-        time.sleep(100)
     print("done")
 """
 
 
 def test_a_crash_loop_of_a_worker_is_ended(run: Callable[..., Result]) -> None:
-    code = CRASHES.format(who="worker:1", last=3)
-    result = run(code, "--max-restarts", "50")
+    result = run(CRASHES, "--max-restarts", "50")
     assert result.exit_code == 137, result.output
     assert result.stdout.count("| done") == 2
     assert "Three restarts in a row brought no step more" in result.stderr
     assert "after 3 restarts" in result.stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_crash_loop_of_the_chief_ends_the_job(run: Callable[..., Result]) -> None:
-    code = CRASHES.format(who="worker:0", last=3)
-    began = time.monotonic()
-    result = run(code, "--max-restarts", "50")
-    assert result.exit_code == 137, result.output
-    assert "done" not in result.stdout
-    assert "brought no step more: the job cannot go on." in result.stderr
-    assert "worker:0 failed first, with exit code 137" in result.stderr
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(
@@ -349,22 +334,6 @@ def test_all_tasks_have_a_token_that_is_shown_nowhere(
     assert token not in result.stderr
     again = run(TOKEN, head=HEAD)
     assert token not in again.stdout, "the same token again"
-
-
-def test_a_token_of_the_users_own(
-    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REPLICAX_PS_TOKEN", "my-own-secret-of-24-chars")
-    result = run(TOKEN, head=HEAD)
-    assert result.stdout.count("token my-own-secret-of-24-chars") == 4
-
-
-def test_no_token_beside_a_file_with_one(
-    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("REPLICAX_PS_TOKEN", raising=False)
-    monkeypatch.setenv("REPLICAX_PS_TOKEN_FILE", "/some/file")
-    assert run(TOKEN, head=HEAD).stdout.count("token None") == 4
 
 
 # Training.
@@ -504,22 +473,6 @@ def test_a_worker_is_lost_and_the_others_finish(tmp_path: Path) -> None:
     assert "worker:0 | done" in output
     assert "The job is done, but worker:1 failed first, with exit code 137" in output
     assert error_of(output) < 0.1
-
-
-@pytest.mark.slow
-def test_an_exception_in_fit_of_one_worker_ends_the_job(tmp_path: Path) -> None:
-    """It would come again, so nobody goes on: there are days of training left."""
-    options = ("--workers", "2")
-    with training(tmp_path, *options, raises="worker:1", until="never") as process:
-        output = finished(process)
-    assert process.returncode == 1, output
-    assert "worker:1 | ValueError: no such thing" in output
-    assert "no such thing. It would fail again: the job cannot go on." in output
-    assert "Restart" not in output
-    assert "worker:0 | done" not in output
-    last = output.splitlines()[-1]
-    assert "worker:1 failed first, with exit code 1" in last, output
-    assert nobody_is_left(tmp_path)
 
 
 def when_marked(folder: Path, text: str, process: subprocess.Popen[str]) -> int:

@@ -21,7 +21,6 @@ __all__ = [
     "await_own_name",
     "free_port",
     "host_to_bind",
-    "is_own_host",
     "listener",
     "local_address",
     "set_gloo_address",
@@ -80,11 +79,6 @@ def listener(host: str | None, port: int) -> Iterator[list[socket.socket]]:
             )
             servers.append(sockets.enter_context(server))
         yield servers
-
-
-def is_own_host(host: str) -> bool:
-    """Whether a host's name or address is one of this machine."""
-    return any(map(_is_of_this_machine, _addresses_of(host)))
 
 
 def free_port() -> int:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["ClusterSpec", "Task", "task_name"]
 
@@ -176,30 +176,18 @@ class ClusterSpec:
 
 
 def _tasks_of(job: object, tasks: object) -> dict[int, str]:
-    if not isinstance(job, str):
-        raise TypeError(
-            f"ClusterSpec: the name of a job is not a string; got {job!r}, expected "
-            "for example 'worker'."
-        )
+    numbered: dict[Any, Any] = {None: tasks}
     if isinstance(tasks, Mapping):
         numbered = dict(tasks)
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
         numbered = dict(enumerate(tasks))
-    else:
-        raise TypeError(
-            f"ClusterSpec: the tasks of job {job!r} are neither a list nor a dict; got "
-            f"{tasks!r}, expected for example ['host1:2222', 'host2:2222']."
-        )
     for index, address in numbered.items():
-        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        is_index = isinstance(index, int) and not isinstance(index, bool) and index >= 0
+        if not isinstance(job, str) or not is_index or not isinstance(address, str):
             raise TypeError(
-                f"ClusterSpec: an index of job {job!r} is not an integer from zero "
-                f"up; got {index!r}."
-            )
-        if not isinstance(address, str):
-            raise TypeError(
-                f"ClusterSpec: the address of {task_name(job, index)} is not a string; "
-                f"got {address!r}, expected for example 'host1:2222'."
+                f"ClusterSpec: job {job!r} must be a name with a list of addresses, or "
+                f"with a dict of addresses by index from zero up; got {tasks!r}, "
+                "expected for example {'worker': ['host1:2222', 'host2:2222']}."
             )
     return {index: numbered[index] for index in sorted(numbered)}
 

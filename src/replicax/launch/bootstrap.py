@@ -1,11 +1,10 @@
-"""The bootstrap script of a local cluster's processes: task start-up, and the guard.
+"""The bootstrap script of a local cluster's processes: tasks, and their guard.
 
 `replicax.launch.processes` starts it by its path, with only the standard library, so
-that it takes milliseconds. It has two modes. The task mode registers the process with
-the guard, pins it to its cores and executes the task. The guard waits for the end of
-the process that started the cluster, kills the process groups that are left, and
-deletes the tasks' temporary folder. It works even if the starter was killed. Unlike a
-parent-death signal on the task, it reaches the tasks' own children.
+that it takes milliseconds. The task mode registers the process with the guard, pins it
+to its cores and executes the task. The guard mode waits for the end of the launcher,
+even by SIGKILL. Then it kills the tasks' process groups, which include the tasks' own
+children, and deletes their temporary folder.
 """
 
 import contextlib
@@ -18,20 +17,19 @@ import time
 from typing import NoReturn
 
 _CANNOT_START = 127  # A shell's exit status for a command that it cannot find.
-_LAST_WORDS_S = 1.0  # For processes that were only just starting.
+_LAST_WORDS_S = 1.0  # For processes that are just starting.
 _DELETIONS = 5
 
 
 def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoReturn:
     """Execute `command` in this process, which becomes the task.
 
-    `guard` is the file descriptor for registering with the guard, `parent` the process
-    id of the starter, and `cores` the cores to pin to; empty: all.
+    `guard` is the file descriptor for registering with the guard, `parent` the
+    launcher's process id, and `cores` the cores to pin to; empty: all.
     """
     os.write(guard, b"+%d\n" % os.getpid())
     os.close(guard)
-    # Registered first: either the guard knows of this process, or this check sees that
-    # the parent is gone.
+    # After the registration: if the guard ended before it, this check fails.
     if os.getppid() != parent:
         sys.exit("The process that starts this cluster is gone.")
     if cores:
@@ -48,48 +46,51 @@ def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoRe
 
 
 def guard(announcements: int, folder: str) -> None:
-    """Wait until the starter exits or closes its pipe; then kill the groups left.
+    """Wait until the launcher exits or closes its pipe; then kill the groups left.
 
-    Starting processes write their ids to the file descriptor `announcements`. Standard
-    input is the starter's pipe, and its end is the end of the starter. The end of
-    `announcements` is not: a process that is frozen while it starts may hold it open.
-    The tasks' temporary `folder` is deleted at last; empty: there is none.
+    Standard input is the launcher's pipe: its end is the end of the launcher. Starting
+    tasks write their ids to the file descriptor `announcements`, which a task that is
+    frozen while it starts may hold open. The guard deletes the tasks' temporary
+    `folder` at last; empty: there is none.
     """
-    starter = sys.stdin.fileno()
-    for descriptor in (starter, announcements):
+    launcher = sys.stdin.fileno()
+    for descriptor in (launcher, announcements):
         os.set_blocking(descriptor, False)
     groups: set[int] = set()
-    parts = {starter: b"", announcements: b""}
-    while parts:
-        timeout = None if starter in parts else _LAST_WORDS_S
-        if not select.select(list(parts), [], [], timeout)[0]:
+    unread = {
+        launcher: b"",
+        announcements: b"",
+    }  # By open descriptor.
+    while unread:
+        timeout = None if launcher in unread else _LAST_WORDS_S
+        if not select.select(list(unread), [], [], timeout)[0]:
             break
-        # A task registers before its starter can report its end. The starter's pipe is
-        # read first and applied last, so no end is applied before its registration.
-        lines = {d: _read_lines(d, parts) for d in (starter, announcements)}
-        for line in lines[announcements] + lines[starter]:
+        # A task registers before the launcher can report its end. The launcher's pipe
+        # is read first and applied last, so each start is applied before its end.
+        lines = {d: _read_lines(d, unread) for d in (launcher, announcements)}
+        for line in lines[announcements] + lines[launcher]:
             (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
-        if starter not in parts:
+        if launcher not in unread:
             _kill(groups)
     if folder:
         _delete(folder)
 
 
-def _read_lines(descriptor: int, parts: dict[int, bytes]) -> list[bytes]:
-    """Read the complete lines so far; remove a descriptor at its end from `parts`."""
-    if descriptor not in parts:
+def _read_lines(descriptor: int, unread: dict[int, bytes]) -> list[bytes]:
+    """Read the complete lines so far; remove a descriptor at its end from `unread`."""
+    if descriptor not in unread:
         return []
-    text = parts[descriptor]
+    text = unread[descriptor]
     while True:
         try:
-            more = os.read(descriptor, 4096)
+            chunk = os.read(descriptor, 4096)
         except BlockingIOError:
             break
-        if not more:
-            parts.pop(descriptor)
+        if not chunk:
+            unread.pop(descriptor)
             return text.splitlines()
-        text += more
-    *lines, parts[descriptor] = text.split(b"\n")
+        text += chunk
+    *lines, unread[descriptor] = text.split(b"\n")
     return lines
 
 

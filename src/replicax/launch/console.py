@@ -1,7 +1,7 @@
 """Writes the output of many tasks to one terminal or file, with their progress below.
 
-Lines pass byte by byte, prefixed with the name of their task. On a terminal the last
-lines show the progress of each task in one line, updated in place.
+Each line has the name of its task as a prefix; its bytes are unchanged. On a terminal
+the last lines show the progress of each task in one line, updated in place.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class TaskConsole:
         stream: The stream to write to; None: `sys.stdout`.
 
     Attributes:
-        error: The error of a write, such as a closed terminal. From then on output is
-            dropped.
+        error: The error of a write, such as to a closed terminal. After it the console
+            drops all output.
     """
 
     def __init__(self, names: Sequence[str], stream: IO[bytes] | None = None) -> None:
@@ -55,8 +55,8 @@ class TaskConsole:
         self._last_lines[name].clear()
         return [line.rstrip() for line in lines]
 
-    def take(self, name: str, chunk: bytes) -> None:
-        """Write the lines that a chunk of a task's output completes; `b""` ends it."""
+    def write(self, name: str, chunk: bytes) -> None:
+        """Write a chunk of a task's output, line by line; `b""` ends the output."""
         text = self._unfinished[name] + chunk
         is_end = not chunk or len(text) > _LONGEST_LINE_BYTES
         # Not `splitlines`: a carriage return is part of a line.

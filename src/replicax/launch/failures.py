@@ -61,7 +61,7 @@ def first_failure(
     """
     codes = dict(exits)
     for report in reports:
-        # A preempted task has not failed: something asked it to end, perhaps a launcher
+        # A preempted task has not failed: it received SIGTERM, perhaps from a launcher
         # after the failure of another task.
         if report.culprit == report.task and report.kind != "preempted":
             return Failure(
@@ -71,7 +71,7 @@ def first_failure(
                 traceback=report.traceback,
             )
         if report.kind == "exited" and report.culprit is not None:
-            # Prefer the culprit's exit status: the reporting task only waited for it.
+            # Prefer the culprit's exit status to that of the reporting task.
             return Failure(
                 task=report.culprit,
                 exit_code=codes.get(report.culprit) or report.exit_code,
@@ -143,8 +143,8 @@ class GiveUp(NamedTuple):
     """The reason why no restart follows a failure.
 
     Attributes:
-        at_failure: The reason, as worded in the message right after the failure.
-        in_summary: The reason, as worded in the job's summary.
+        at_failure: The text of the reason in the message right after the failure.
+        in_summary: The text of the reason in the job's summary.
     """
 
     at_failure: str
@@ -192,8 +192,8 @@ class RestartPolicy:
             steps: The last step of each failed attempt, in order, with this failure's.
         """
         if self.is_permanent(failure):
-            interrupted = exit_status(failure.exit_code) == ExitCode.INTERRUPTED
-            return _INTERRUPTED if interrupted else _PERMANENT
+            is_interrupted = exit_status(failure.exit_code) == ExitCode.INTERRUPTED
+            return _INTERRUPTED if is_interrupted else _PERMANENT
         if crash_loop(steps):
             return CRASH_LOOP
         return _NONE_LEFT if len(steps) > self.max_restarts else None

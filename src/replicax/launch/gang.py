@@ -1,4 +1,4 @@
-"""A gang: tasks of a job that are started, fail and are restarted together."""
+"""A gang: tasks of a job that start, fail and restart together."""
 
 import dataclasses
 import shutil
@@ -41,16 +41,16 @@ class ClusterCommand:
 
 @dataclasses.dataclass(eq=False)
 class Gang:
-    """Tasks that are started, fail and are restarted together.
+    """Tasks that start, fail and restart together.
 
     Attributes:
         names: The tasks' names.
         folder: The folder of the tasks' reports since the last start.
         environment: The variables that are the same in each start.
-        variables: Further ones of single tasks, by task name.
+        variables: Further variables of single tasks, by task name.
         configs: Makes the `TF_CONFIG` of each task for the next start.
         adds_steps: Whether each start counts its steps from 0, as with parameter
-            servers. Otherwise tasks go on from the step of their checkpoint.
+            servers. Otherwise tasks continue from the step of their checkpoint.
         num_starts: Number of starts.
         exited: The exit codes of the tasks that have exited since the last start.
         failed: The tasks that have failed, in the order of their exits.
@@ -58,7 +58,7 @@ class Gang:
         steps: The last step of each of these attempts.
         restart_at: Time of the next restart; None: the tasks run, or have ended.
         ended: The final state in a word; None: the tasks have not ended.
-        leaving_until: Deadline for tasks whose script ended too early to exit.
+        leaving_until: Deadline of the exit of tasks whose script ended too early.
     """
 
     names: Sequence[str]

@@ -1,10 +1,10 @@
 """The policy of a job: restarts after exits, and the order of its shutdown.
 
 Synchronous workers are one gang, restarted as a whole, since a step needs all of them.
-In a job with parameter servers each task is its own gang, and the job ends with its
-chief (worker 0 without a chief), which the servers notice. A permanent failure of any
-task, such as an exception of its script, ends the job. Another worker without a restart
-left does not end the job, but the launcher exits with its exit code.
+In a job with parameter servers each task is a gang of its own, and the job ends with
+its chief (worker 0 without a chief). A permanent failure of any task, such as an
+exception of its script, ends the job. If a worker has no restart left, the others
+continue, and the launcher exits with that worker's exit code.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from replicax.launch.supervisor import Supervisor
 
 __all__ = ["Job"]
 
-_SETTLE_S = 3.0  # For other tasks to notice that the job has failed, and to exit.
-_LEAVE_S = 10.0  # For a task whose script ended too early to exit.
+_SETTLE_S = 3.0  # Time for other tasks to notice that the job has failed, and to exit.
+_LEAVE_S = 10.0  # Time to exit for a task whose script ended too early.
 
 
 class Job(Supervisor):
@@ -98,9 +98,9 @@ class Job(Supervisor):
         for name in names:
             gang = self._gang_of[name]
             gang.exited[name] = codes[name]
-            # A task that the launcher has terminated has not failed by itself.
-            was_ended = gang.failed and name in self._kill_at
-            if codes[name] and not was_ended and name not in self.dismissed:
+            # A task that the launcher has terminated has not failed.
+            is_terminated = gang.failed and name in self._kill_at
+            if codes[name] and not is_terminated and name not in self.dismissed:
                 gang.failed.append((name, codes[name]))
         for gang in dict.fromkeys(self._gang_of[name] for name in names):
             if gang.has_exited and gang.failed:
@@ -109,15 +109,15 @@ class Job(Supervisor):
                 is_done = 0 in gang.exited.values()
                 gang.ended = "done" if is_done else "ended"
                 self._is_done |= is_done and gang is self._chief
-        if self._is_left and not self._is_over:
+        if self._has_lost_done_chief and not self._is_over:
             self._is_done = True
             self._say("The servers have ended, as the chief's script had.")
 
     @property
-    def _is_left(self) -> bool:
-        """Whether the chief was lost when its script had ended.
+    def _has_lost_done_chief(self) -> bool:
+        """Whether the chief was lost after the end of its script.
 
-        Servers end with success when the chief has told them that its script ends.
+        A server exits with 0 when the chief has reported the end of its script.
         """
         servers = [gang for gang in self._gangs if gang.names[0].startswith("ps")]
         return bool(self._chief.failures) and any(x.ended == "done" for x in servers)
@@ -130,12 +130,12 @@ class Job(Supervisor):
         gang.steps.append(self._steps_of(gang, reports))
         if self._culprit is not None or self.signal is not None:
             self._failures.append(failure)  # A consequence.
-        elif (self._is_done or self._is_left) and not self._policy.is_permanent(
-            failure
-        ):
+        elif (
+            self._is_done or self._has_lost_done_chief
+        ) and not self._policy.is_permanent(failure):
             self._is_done = True
             self._say(f"{failure.message} The job is done without it.")
-        elif (server := _emptied(reports)) is not None:
+        elif (server := _server_without_values(reports)) is not None:
             self._failures.append(failure)
             cause = [failure, *self._gang_of[server].failures][-1]
             self._fail_for_good(
@@ -167,11 +167,11 @@ class Job(Supervisor):
         return with_output(failure, self._console.pop_last_lines(failure.task))
 
     def _steps_of(self, gang: Gang, reports: Sequence[FailureReport]) -> int:
-        """How far an attempt got, in steps; -1: unknown."""
+        """The last step of an attempt; -1: unknown."""
         if not self._has_servers:
             reported = [step for report in reports for step in report.steps.values()]
             return max([*reported, *gang.steps_by_task().values()], default=-1)
-        # Servers and the chief of a `ClusterCoordinator` make no steps themselves.
+        # Servers and the chief of a `ClusterCoordinator` train no steps themselves.
         is_of_all = gang is self._chief or gang.names[0].startswith("ps")
         gangs = self._gangs if is_of_all else [gang]
         return sum(sum(one.steps_by_task().values()) for one in gangs)
@@ -196,7 +196,7 @@ class Job(Supervisor):
             self._say(f"{failure.message} {reason}: {rest}.")
 
     def _restart(self) -> None:
-        """Restart the gangs whose wait is over, or none if the job is over."""
+        """Restart the gangs whose wait has ended, or none after the end of the job."""
         waiting = [gang for gang in self._gangs if gang.restart_at is not None]
         for gang in waiting:
             if self._is_over:
@@ -207,7 +207,7 @@ class Job(Supervisor):
                     self._reason = "a signal came before the restart"
             elif gang.restart_at is not None and gang.restart_at <= time.monotonic():
                 for name, environment in gang.begin().items():
-                    self._console.pop_last_lines(name)  # Of the attempt before.
+                    self._console.pop_last_lines(name)  # Of the last attempt.
                     self.restart(name, environment)
 
     def progress(self) -> list[tuple[str, ...]]:
@@ -307,7 +307,8 @@ class Job(Supervisor):
         first = next(reversed(of_culprit), next(iter(self._failures), None))
         is_server = first is not None and first.task.startswith("ps")
         if first is not None and is_server and first.exit_code == ExitCode.FAILED:
-            # A server exits so when the job has failed, perhaps before the culprit.
+            # A server exits with this code after the job's failure, perhaps before the
+            # culprit.
             for failure in self._failures:
                 is_server = failure.task.startswith("ps")
                 if not is_server and self._policy.is_permanent(failure):
@@ -315,7 +316,7 @@ class Job(Supervisor):
         return first
 
 
-def _emptied(reports: Sequence[FailureReport]) -> str | None:
-    """Find a server that a task has reported without its values."""
+def _server_without_values(reports: Sequence[FailureReport]) -> str | None:
+    """Find a server that has lost its values according to a task's report."""
     lost = (r.culprit for r in reports if r.kind == "values lost")
     return next(lost, None)

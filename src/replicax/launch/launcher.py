@@ -24,9 +24,9 @@ def launch(command: ClusterCommand, policy: RestartPolicy | None = None) -> int:
     """Run a cluster's tasks until they are done, or have failed permanently.
 
     After a failure with a retryable exit code, see `ExitCode`, it restarts all tasks;
-    with parameter servers only the one that failed. It forwards SIGINT, SIGTERM and
-    SIGHUP to the tasks, and restarts none after that; a second SIGINT kills the tasks.
-    Must be called in the main thread.
+    with parameter servers only the failed task. It forwards SIGINT, SIGTERM and SIGHUP
+    to the tasks, and restarts none after that; a second SIGINT kills the tasks. Must be
+    called in the main thread.
 
     Args:
         command: The command of the tasks.
@@ -34,8 +34,8 @@ def launch(command: ClusterCommand, policy: RestartPolicy | None = None) -> int:
             None: `RestartPolicy()`.
 
     Returns:
-        The exit status of the task that failed first, 128 and the signal's number if a
-        signal ended it; 0 if none did. After SIGINT 130, however the tasks ended.
+        The exit status of the task that failed first, 128 plus the signal's number if a
+        signal ended it; 0 without a failure. After SIGINT always 130.
     """
     with _received_signals() as signals:
         status = _run(command, policy or RestartPolicy(), signals)
@@ -51,7 +51,7 @@ def _run(command: ClusterCommand, policy: RestartPolicy, signals: Sequence[int])
         with TaskProcesses(
             dict.fromkeys(names, command.command),
             {name: own for gang in gangs for name, own in gang.begin().items()},
-            on_output=console.take,
+            on_output=console.write,
             cores=command.cores,
             folder=Path(folder),
         ) as processes:
@@ -63,7 +63,7 @@ def _run(command: ClusterCommand, policy: RestartPolicy, signals: Sequence[int])
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """Collect the signals that ask this process to end in a list, while open.
+    """While open, append the received signals that end a process to a list.
 
     An ignored signal, such as SIGHUP under nohup, stays ignored.
     """

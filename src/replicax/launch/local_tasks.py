@@ -1,4 +1,4 @@
-"""Names, ports, cores, GPUs, TF_CONFIG and token of the tasks of a local cluster."""
+"""Names, ports, cores, GPUs, TF_CONFIG and token of a local cluster's tasks."""
 
 import itertools
 import json
@@ -32,8 +32,8 @@ def check_tasks(num_tasks: Mapping[str, int], caller: str) -> dict[str, int]:
     """Validate the number of tasks of each job; drop jobs without tasks.
 
     Raises:
-        ValueError: For an unknown job, a count that is no number of tasks, or no task.
-            It begins with `caller`, a public call.
+        ValueError: For an unknown job, a wrong number of tasks, or no task. The message
+            begins with `caller`, a public call.
 
     Example:
         >>> check_tasks({"ps": 1, "worker": 2, "chief": 0}, "run")
@@ -56,7 +56,7 @@ def check_tasks(num_tasks: Mapping[str, int], caller: str) -> dict[str, int]:
 
 
 def task_names(num_tasks: Mapping[str, int]) -> list[str]:
-    """The tasks' names.
+    """List the tasks' names.
 
     Example:
         >>> task_names({"worker": 2, "evaluator": 1})
@@ -66,9 +66,9 @@ def task_names(num_tasks: Mapping[str, int]) -> list[str]:
 
 
 def tf_configs(num_tasks: Mapping[str, int]) -> dict[str, str]:
-    """Make a `TF_CONFIG` for each task, with an address on a free port for each.
+    """Make a `TF_CONFIG` for each task, with free ports.
 
-    The evaluator is a task, but no member of the cluster: no task connects to it.
+    The evaluator is a task, but not part of the cluster: no task connects to it.
     """
     members = {job: count for job, count in num_tasks.items() if job != "evaluator"}
     ports = iter(free_ports(sum(members.values())))
@@ -106,8 +106,8 @@ def ps_token(
 def free_ports(count: int) -> list[int]:
     """Find different free TCP ports.
 
-    They are below the ephemeral ports of outgoing connections, which could otherwise
-    take a port before its task does.
+    They are below the system's ephemeral ports: an outgoing connection could use such a
+    port before its task does.
 
     Example:
         >>> len(set(free_ports(3)))
@@ -171,15 +171,11 @@ def divide_gpus(
     """Divide the GPUs of this machine equally among the tasks that train.
 
     JAX reserves all GPUs that a process sees, and most of their memory. The evaluator
-    gets the GPUs that are left over, or the CPU.
-
-    Args:
-        num_tasks: Number of tasks by job.
-        environment: Of all tasks.
+    gets the remaining GPUs, or the CPU.
 
     Returns:
-        Variables by task. Empty if a single task trains, which uses all GPUs, if the
-        tasks use other devices, or if there are more tasks than GPUs.
+        Variables by task. Empty if a single task trains, if `environment` selects other
+        devices, or if there are more tasks than GPUs.
     """
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and {"cuda", "gpu"}.isdisjoint(platforms.split(",")):
@@ -189,8 +185,8 @@ def divide_gpus(
     share = len(gpus) // max(1, len(names))
     if len(names) < 2 or not share:
         return {}
-    parts = {name: gpus[i * share : (i + 1) * share] for i, name in enumerate(names)}
+    gpus_of = {name: gpus[i * share : (i + 1) * share] for i, name in enumerate(names)}
     if rest := gpus[len(names) * share :]:
-        parts["evaluator:0"] = rest
-    variables = {n: {CUDA_VISIBLE_DEVICES: ",".join(own)} for n, own in parts.items()}
+        gpus_of["evaluator:0"] = rest
+    variables = {n: {CUDA_VISIBLE_DEVICES: ",".join(x)} for n, x in gpus_of.items()}
     return {"evaluator:0": {"JAX_PLATFORMS": "cpu"}} | variables

@@ -1,7 +1,7 @@
 """Makes the Kubernetes manifest of a training cluster, as plain data and as YAML.
 
-The tasks of each role are the pods of one indexed job of a `JobSet`. Kubernetes
-substitutes the pod's index in `TF_CONFIG`, so the container needs no access to its API.
+The tasks of each role are the pods of one indexed job of a `JobSet`. Kubernetes writes
+the pod's index into `TF_CONFIG`, so the container needs no access to Kubernetes' API.
 """
 
 import json
@@ -20,7 +20,7 @@ _INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 _INDEX_PATH = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ATTEMPT_PATH = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
 
-# Kubernetes knows exit codes up to 255; 0 is success and may not be in the list.
+# Kubernetes allows exit codes from 1 to 255 here.
 _PERMANENT_CODES = [code for code in range(1, 256) if not is_retryable(code)]
 
 
@@ -48,7 +48,7 @@ def jobset(job: TrainingJob) -> _Document:
             },
             "successPolicy": {
                 "operator": "All",
-                # A parameter server serves until it is ended.
+                # Parameter servers run until Kubernetes ends them.
                 "targetReplicatedJobs": [role for role in job.roles if role != "ps"],
             },
             "failurePolicy": {
@@ -90,7 +90,7 @@ def _replicated_job(job: TrainingJob, role: str) -> _Document:
                 "parallelism": job.roles[role],
                 "completions": job.roles[role],
                 "completionMode": "Indexed",
-                # A pod is never replaced alone: its peers would wait for the old one.
+                # No pod is replaced alone: its peers would wait for the old one.
                 "backoffLimit": 0,
                 "podFailurePolicy": {"rules": _pod_failure_rules(role)},
                 "template": {"spec": {"restartPolicy": "Never", **pod}},

@@ -1,4 +1,4 @@
-"""Runs tasks as processes: starts them, reads their output, kills what is left."""
+"""Runs tasks as processes: starts them, reads their output, kills the rest."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ from typing import IO
 __all__ = ["OnOutput", "TaskProcess", "TaskProcesses"]
 
 OnOutput = Callable[[str, bytes], None]
-"""Takes a task's name and a chunk of its output; `b""` at the end of the output."""
+"""Called with a task's name and a chunk of its output; `b""` ends the output."""
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _PYTHON = (sys.executable, "-I", "-S", str(_BOOTSTRAP))
 
-_TICK_S = 0.02  # How often to look whether a task has ended.
+_TICK_S = 0.02  # Interval of the checks whether a task has ended.
 _DRAIN_S = 1.0  # A process that left the task's group may keep its output open.
-_KILL_S = 10.0  # The kernel takes its time to end a large process.
+_KILL_S = 10.0  # Time for the kernel to end a large process.
 _CHUNK_BYTES = 1 << 16
 
 
@@ -81,11 +81,10 @@ class TaskProcess:
                 self._ended_at = time.monotonic()
             return self._ended_at is not None
 
-    def settle(self, output: IO[bytes]) -> bool:
-        """Set the exit code, if the task and its output have ended; return whether.
+    def set_exit_code(self, output: IO[bytes]) -> bool:
+        """Set the exit code if the task and its output have ended; return whether.
 
-        It does not wait longer than a second for the output: a process that has left
-        the group may keep it open for ever.
+        A second after the end of the task it ignores an open output.
         """
         if not self.poll() or self._ended_at is None:
             return False
@@ -98,18 +97,18 @@ class TaskProcess:
 class _Guard:
     """A process that kills the tasks when this process dies, even by SIGKILL.
 
-    Starting tasks write their ids to its file descriptor `announcements`. At the end
-    it deletes the tasks' temporary `folder`.
+    Starting tasks write their ids to the file descriptor `announcements`. At last the
+    guard deletes the tasks' temporary `folder`.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        its_end, self.announcements = os.pipe()
+        guards_end, self.announcements = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [*_PYTHON, "guard", str(its_end), str(folder or "")],
+                [*_PYTHON, "guard", str(guards_end), str(folder or "")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(its_end,),
+                pass_fds=(guards_end,),
                 start_new_session=True,
                 bufsize=0,
             )
@@ -117,19 +116,19 @@ class _Guard:
             os.close(self.announcements)
             raise
         finally:
-            os.close(its_end)
+            os.close(guards_end)
         assert self._process.stdin is not None
         self._line = self._process.stdin
 
-    def tell(self, message: bytes) -> None:
-        """Report a task that has started or ended."""
+    def send(self, message: bytes) -> None:
+        """Report the start (`+id`) or the end (`-id`) of a task."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._line.write(message)
 
     def dismiss(self) -> None:
-        """Let the guard kill the tasks that it still knows of, and exit.
+        """Make the guard kill the remaining tasks, and exit.
 
-        Such tasks exist only after an exception during the start of a process.
+        Tasks remain only after an exception during the start of a process.
         """
         if not self._line.closed:
             os.close(self.announcements)
@@ -152,8 +151,8 @@ class TaskProcesses:
         environments: The complete environment of each task, by name.
         on_output: Called in the thread with the tasks' output to stdout and stderr.
         cores: The cores that each task is pinned to; other tasks may use all.
-        folder: The tasks' temporary folder, which is deleted with their end.
-        new_task: Makes the object of a task from its name and process.
+        folder: The tasks' temporary folder, which the guard deletes.
+        new_task: Makes a task from its name and process.
 
     Attributes:
         tasks: The tasks by name, once the context is entered.
@@ -178,8 +177,8 @@ class TaskProcesses:
         self._new_task = new_task
         self._outputs: dict[str, IO[bytes]] = {}
         self._changed = threading.Condition()
-        # No task is restarted before its exit is processed completely.
-        self._noting = threading.Lock()
+        # Held while an exit is processed: a restart must come after it.
+        self._finishing = threading.Lock()
         self._closing = False
         self._error: BaseException | None = None
         self._selector = selectors.DefaultSelector()
@@ -219,7 +218,7 @@ class TaskProcesses:
             start_new_session=True,
             bufsize=0,
         )
-        self._guard.tell(b"+%d\n" % process.pid)
+        self._guard.send(b"+%d\n" % process.pid)
         self.tasks[name] = self._new_task(name, process)
         output = process.stdout
         assert output is not None
@@ -232,7 +231,7 @@ class TaskProcesses:
         Returns:
             The new task, which replaces the old one in `tasks`.
         """
-        with self._noting:
+        with self._finishing:
             if self.tasks[name].exit_code is None:
                 raise RuntimeError(
                     f"{name} cannot be started again: {self.tasks[name]!r}."
@@ -302,19 +301,19 @@ class TaskProcesses:
             events = self._selector.select(_TICK_S)
             for key, _ in events:
                 self._read(key.data)
-            ended = [name for name in running if self._settle(name)]
+            ended = [name for name in running if self._finish(name)]
             if events or ended:
                 with self._changed:
                     self._changed.notify_all()
 
-    def _settle(self, name: str) -> bool:
-        with self._noting:
+    def _finish(self, name: str) -> bool:
+        with self._finishing:
             task, output = self.tasks[name], self._outputs[name]
-            if not task.settle(output):
+            if not task.set_exit_code(output):
                 return False
             self._end_output(name)
             if self._guard is not None:
-                self._guard.tell(b"-%d\n" % task.pid)
+                self._guard.send(b"-%d\n" % task.pid)
             return True
 
     def _read(self, name: str) -> None:

@@ -16,9 +16,7 @@ _TICK_S = 0.1
 
 
 class Supervisor:
-    """Base class that runs the loop: restarts, terminates and kills tasks.
-
-    The loop has no restart policy: subclasses react to exits.
+    """Base class that runs the loop; subclasses decide about restarts and the end.
 
     Args:
         processes: The tasks, which have been started.
@@ -29,7 +27,7 @@ class Supervisor:
 
     Attributes:
         running: The tasks whose exit the loop has not processed yet.
-        dismissed: Tasks that were terminated because no task needed them any more.
+        dismissed: Terminated tasks that no other task needs any more.
         signal: The last signal forwarded to the tasks; None: no signal.
     """
 
@@ -114,7 +112,7 @@ class Supervisor:
     def dismiss(
         self, names: set[str], since: str, seconds: float, after: str | None = None
     ) -> None:
-        """Terminate tasks that are no longer needed, after a time to exit on their own.
+        """Terminate unneeded tasks, after a time to exit on their own.
 
         Args:
             names: The tasks.

@@ -1,4 +1,4 @@
-"""The description of a training job for Kubernetes, validated by its API's rules."""
+"""The description of a training job for Kubernetes, validated by Kubernetes' rules."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ class TrainingJob:
     def __post_init__(self) -> None:
         problems = [*_bad_words(self), *_bad_numbers(self), *_bad_names(self)]
         if problems:
-            raise ValueError("manifest: " + " ".join(problems))
+            raise ValueError(f"manifest: {problems[0]}")
 
     @property
     def roles(self) -> dict[str, int]:

@@ -7,12 +7,10 @@ from pathlib import Path
 
 from replicax.cluster.environments.base import (
     ClusterEnvironment,
-    IncompleteError,
     Membership,
     bracketed,
     default_port,
 )
-from replicax.cluster.listening import is_own_host
 
 __all__ = ["OpenMPI", "ProcessManagement"]
 
@@ -25,8 +23,8 @@ _NAMESPACE = re.compile(r"prterun-(.+)-(\d+)@\d+")
 class OpenMPI(ClusterEnvironment):
     """`mpirun` of Open MPI 4 and 5.
 
-    Processes of several machines meet on the machine where `mpirun` runs, as in JAX:
-    that of process 0, unless `mpirun` runs outside of the job.
+    Processes of several machines meet on the machine where `mpirun` runs, as in JAX. If
+    process 0 is on another machine, set `JAX_COORDINATOR_ADDRESS`.
     """
 
     name = "openmpi"
@@ -36,17 +34,7 @@ class OpenMPI(ClusterEnvironment):
 
     def membership(self) -> Membership:
         """Read the variables."""
-        place = super().membership()
-        local = self._local()
-        host = place.coordinator.rpartition(":")[0].strip("[]")
-        if place.index == 0 and place.count > 1 and not is_own_host(host):
-            raise IncompleteError(
-                f"openmpi: process 0 is not on {host}, where mpirun runs or "
-                "JAX_COORDINATOR_ADDRESS points. Run mpirun on the job's first host, "
-                "or pass -x JAX_COORDINATOR_ADDRESS=host:port with that host.",
-                place.count,
-            )
-        return _with_local(place, local)
+        return _with_local(super().membership(), self._local())
 
     def address(self, count: int) -> str:
         """Derive the coordinator's address from the job's name."""
