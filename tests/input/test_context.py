@@ -20,23 +20,3 @@ def test_per_replica_batch_size(size, expected):
 def test_batch_size_that_does_not_divide(size, suggestion):
     with pytest.raises(ValueError, match=f"={size}, .* 4 replicas. Use {suggestion},"):
         InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(size)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"num_input_pipelines": 0},
-        {"num_replicas_in_sync": -2},
-        {"input_pipeline_id": 1},
-        {"num_input_pipelines": 2, "input_pipeline_id": -1},
-    ],
-)
-def test_impossible_values(arguments):
-    name, value = list(arguments.items())[-1]
-    with pytest.raises(ValueError, match=f"{name}={value}, expected"):
-        InputContext(**arguments)
-
-
-def test_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        InputContext().num_replicas_in_sync = 3  # pyright: ignore[reportAttributeAccessIssue]

@@ -188,8 +188,6 @@ def test_mistakes_are_found_before_the_first_batch(mesh):
         DistributedDataset(X, mesh)
     with pytest.raises(TypeError, match="got int 3"):
         DistributedDataset(3, mesh)
-    with pytest.raises(ValueError, match="num_replicas=6 on 4 devices"):
-        DistributedDataset(X, mesh, batch_size=12, num_replicas=6)
 
 
 def test_several_replicas_on_a_device(mesh):
@@ -403,14 +401,6 @@ def test_function_with_too_little_data_for_one_step(mesh):
         lambda _: [X, X], mesh, InputContext(), remainder="drop"
     )
     with pytest.raises(ValueError, match="2 batches were made"):
-        list(dataset)
-
-
-def test_function_whose_batches_differ(mesh):
-    dataset = DistributedDatasetFromFunction(
-        lambda _: [X, X[:, :2], X, X], mesh, InputContext()
-    )
-    with pytest.raises(ValueError, match=r"another shape.*\(20, 3\), \(20, 2\)"):
         list(dataset)
 
 

@@ -182,10 +182,3 @@ def test_incomplete_groups(sizes):
 def test_only_the_last_batch_may_be_short(sizes, policy):
     with pytest.raises(ValueError, match="equal size"):
         stack_replica_batches([np.zeros(size) for size in sizes], 3, policy)
-
-
-def test_replica_batches_that_differ():
-    with pytest.raises(ValueError, match=r"leaf \['x'\].*\(2, 4\), \(2, 5\)"):
-        stack_replica_batches([{"x": np.zeros((2, 4))}, {"x": np.zeros((2, 5))}], 2)
-    with pytest.raises(ValueError, match="replicas 0 and 1 differ in structure"):
-        stack_replica_batches([{"x": np.zeros(2)}, {"y": np.zeros(2)}], 2)

@@ -135,7 +135,7 @@ def test_arrays_of_different_sizes(data, strategy_of):
     with strategy_of(2).scope():
         model = classifier()
     model.train_on_batch(x, y)  # Else Keras finds out first, while it builds the loss.
-    with pytest.raises(ValueError, match=r"same number of examples.*32 in .*16 in"):
+    with pytest.raises(ValueError, match=r"number of examples.*: 32.*: 16"):
         model.train_on_batch(x, y[:16])
 
 
@@ -143,7 +143,7 @@ def test_scalars_in_a_batch(data, strategy_of):
     x, y = data
     with strategy_of(2).scope():
         model = classifier()
-    with pytest.raises(ValueError, match=r"same number of examples.*no dimension in"):
+    with pytest.raises(ValueError, match=r"train_on_batch: leaf .* is a scalar"):
         model.train_on_batch(x, y, sample_weight=np.float32(1))
 
 
@@ -184,13 +184,20 @@ def test_stateful_rnn_of_several_rows(strategy_of):
         model.fit(x, y, batch_size=4, verbose=0)
 
 
-@pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
-def test_no_data(strategy_of, name):
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model, x, y: model.fit(None), "fit: x must be arrays.*got None"),
+        (lambda model, x, y: model.predict(None), "predict: x must be arrays.*None"),
+        (lambda model, x, y: model.fit(x, y, steps_per_epoch=-1), "fit: got -1 steps"),
+        (lambda model, x, y: model.predict(x, steps=-2), "predict: got -2 steps"),
+    ],
+)
+def test_arguments_of_the_data(data, strategy_of, call, message):
     with strategy_of(2).scope():
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=rf"{name}: x must be arrays.*got None"):
-        getattr(model, name)(None, verbose=0)
+        model = classifier()
+    with pytest.raises(ValueError, match=message):
+        call(model, *data)
 
 
 def test_stateful_rnn_of_one_row_is_as_on_one_device(strategy_of):

@@ -106,13 +106,6 @@ def test_without_a_cpu_device_one_must_be_named(
         rx.CentralStorageStrategy(devices[:2])
 
 
-def test_other_cross_device_ops_are_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"cross_device_ops must be a rx\.CrossDeviceOps; got 'nccl'"
-    ):
-        rx.CentralStorageStrategy(["cpu:0"], cross_device_ops="nccl")  # type: ignore[arg-type]
-
-
 # Loops.
 
 

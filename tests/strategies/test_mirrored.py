@@ -40,12 +40,3 @@ def test_variables_made_by_keras_layers_are_mirrored() -> None:
 def test_bad_devices_are_refused_by_name(devices) -> None:
     with pytest.raises(rx.DeviceError, match=r"^MirroredStrategy: "):
         rx.MirroredStrategy(devices)
-
-
-def test_other_cross_device_ops_are_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"cross_device_ops must be a rx\.CrossDeviceOps; got 'nccl'"
-    ):
-        rx.MirroredStrategy(["cpu:0"], "nccl")
-    with pytest.raises(TypeError, match=r"cross_device_ops must be .*NcclAllReduce'>"):
-        rx.MirroredStrategy(["cpu:0"], rx.NcclAllReduce)

@@ -190,21 +190,6 @@ def test_values_from_a_function(strategy) -> None:
     )
 
 
-def test_values_of_unequal_shape_are_refused(strategy) -> None:
-    with pytest.raises(
-        ValueError, match=r"values_from_function: .*\(1,\) for replica 1 and \(0,\)"
-    ):
-        strategy.experimental_distribute_values_from_function(
-            lambda c: np.zeros(c.replica_id_in_sync_group)
-        )
-
-
-def test_check_replicas_every_must_be_positive() -> None:
-    for every in (0, -1):
-        with pytest.raises(ValueError, match=rf"check_replicas_every.*got {every}"):
-            rx.MirroredStrategy(["cpu:0"], check_replicas_every=every)
-
-
 def test_repr_and_counts(strategy) -> None:
     assert repr(strategy) == "MirroredStrategy(cpu:0, cpu:1, cpu:2, cpu:3)"
     assert strategy.num_replicas_in_sync == 4

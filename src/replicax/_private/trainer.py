@@ -17,7 +17,6 @@ from keras.src.callbacks.callback_list import CallbackList
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import (
     ArrayDataAdapter,
-    can_convert_arrays,
 )
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.data_adapters.data_adapter_utils import (
@@ -37,7 +36,6 @@ __all__ = [
     "GrainDatasetAdapter",
     "after_build",
     "build",
-    "can_convert_arrays",
     "class_weight_to_sample_weights",
     "compiled_metrics",
     "dataset_with_epochs",

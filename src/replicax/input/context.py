@@ -1,21 +1,18 @@
 """The contexts for a user's input functions and value functions."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax._util.arrays import holds_numbers
 from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.values import PerReplica
 from replicax.input.sparse_rows import DividedRows, SparseRows, by_rows
 
 __all__ = ["InputContext", "ValueContext", "per_replica", "stacked_values"]
-
-_VALUES = "Strategy.experimental_distribute_values_from_function"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +26,6 @@ class InputContext:
         num_input_pipelines: Number of pipelines, one per worker.
         input_pipeline_id: This pipeline's index, from 0.
         num_replicas_in_sync: Number of replicas of all workers.
-
-    Raises:
-        ValueError: If a number is less than 1, or `input_pipeline_id` is none of the
-            pipelines' indices.
 
     Example:
         The second of 2 workers with 4 replicas each gets:
@@ -51,19 +44,6 @@ class InputContext:
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("num_input_pipelines", "num_replicas_in_sync"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"InputContext: got {name}={getattr(self, name)!r}, expected 1 or "
-                    "more."
-                )
-        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
-            raise ValueError(
-                f"InputContext: got input_pipeline_id={self.input_pipeline_id!r}, "
-                f"expected 0 to {self.num_input_pipelines - 1}, one per pipeline."
-            )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Compute the number of examples in one replica's part of a global batch.
@@ -102,17 +82,7 @@ class ValueContext:
 def stacked_values(
     value_fn: Callable[[ValueContext], PyTree], num_replicas: int
 ) -> PyTree:
-    """Call `value_fn` for each replica, and stack the results to leaves `[R, ...]`.
-
-    Raises:
-        TypeError: If `value_fn` is no function, or makes other things than numbers.
-        ValueError: If shapes differ.
-    """
-    if not callable(value_fn):
-        raise TypeError(
-            f"{_VALUES}: value_fn must be a function of a context with a "
-            f"replica_id_in_sync_group; got {value_fn!r}."
-        )
+    """Call `value_fn` for each replica, and stack the results to leaves `[R, ...]`."""
     rows = [
         by_rows(value_fn(ValueContext(i, num_replicas))) for i in range(num_replicas)
     ]
@@ -139,18 +109,6 @@ def per_replica(
 
 
 def _stack(*values: PyTree) -> np.ndarray | DividedRows:
-    in_rows = isinstance(values[0], SparseRows)
-    arrays: Sequence[PyTree] = values if in_rows else [np.asarray(x) for x in values]
-    for i, array in enumerate(arrays):
-        if not in_rows and not holds_numbers(array):
-            raise TypeError(
-                f"{_VALUES}: value_fn made {values[i]!r}, an array of {array.dtype}; "
-                "expected numbers or booleans."
-            )
-        if array.shape != arrays[0].shape:
-            raise ValueError(
-                f"{_VALUES}: value_fn made shape {array.shape} for replica {i} and "
-                f"{arrays[0].shape} for replica 0; expected equal shapes. Pad the "
-                "values."
-            )
-    return DividedRows(arrays) if in_rows else np.stack(arrays)
+    if isinstance(values[0], SparseRows):
+        return DividedRows(values)
+    return np.stack(values)

@@ -58,11 +58,6 @@ class DistributedInput(ABC):
         self._shard = input_shard or InputShard()
         num_devices = mesh.shape[_AXIS]
         self._num_replicas = num_devices if num_replicas is None else num_replicas
-        if self._num_replicas < 1 or self._num_replicas % num_devices:
-            raise ValueError(
-                f"{caller}: got num_replicas={num_replicas!r} on {num_devices} devices,"
-                " expected the same number of replicas on each."
-            )
         self._num_local = self._num_replicas // self._shard.count
         self._name = self._shard.new_stream(caller)
         self._num_epochs = 0
@@ -252,12 +247,8 @@ class DistributedDataset(DistributedInput):
         """
         super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
         check_dataset(dataset, batch_size)
-        if not isinstance(auto_shard_policy, AutoShardPolicy):
-            raise ValueError(
-                "DistributedDataset: auto_shard_policy must be one of rx."
-                f"AutoShardPolicy.AUTO, FILE, DATA and OFF; got {auto_shard_policy!r}."
-            )
-        self._given, self._auto_shard_policy = dataset, auto_shard_policy
+        self._given = dataset
+        self._auto_shard_policy = AutoShardPolicy(auto_shard_policy)
         self._dataset, self._is_own = self._files_of(self._shard)
         self._batch_size = batch_size
         self._started = False

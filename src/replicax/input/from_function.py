@@ -30,8 +30,7 @@ class DistributedDatasetFromFunction(DistributedInput):
     Raises:
         ValueError: For bad options; while iterating, if batches of one step differ in
             shape, or if the epoch has fewer batches than replicas.
-        TypeError: If `fn` is no function; while iterating, for leaves that are no
-            arrays of numbers.
+        TypeError: While iterating, for leaves that are no arrays of numbers.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -67,12 +66,6 @@ class DistributedDatasetFromFunction(DistributedInput):
             input_shard: This worker's shard; None: there is one worker.
             num_replicas: `R`; None: one on each device along the axis.
         """
-        if not callable(fn):
-            raise TypeError(
-                "distribute_datasets_from_function: dataset_fn must be a function from "
-                f"an rx.InputContext to a dataset; got {fn!r}. Pass a dataset to "
-                "experimental_distribute_dataset."
-            )
         super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
         self._fn = fn
         self._context = context

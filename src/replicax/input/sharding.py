@@ -60,8 +60,7 @@ class FileDataset:
             that `experimental_distribute_dataset` accepts.
 
     Raises:
-        TypeError: If `files` is a single path, or `dataset_fn` no function.
-        ValueError: If there are no files.
+        TypeError: If `files` is a single path.
 
     Example:
         >>> dataset = FileDataset(["a.npy", "b.npy"], lambda files: [len(files)])
@@ -79,15 +78,8 @@ class FileDataset:
                 f"FileDataset: files must be a list of paths; got {files!r}. Write "
                 f"[{files!r}]."
             )
-        if not callable(dataset_fn):
-            raise TypeError(
-                "FileDataset: dataset_fn must be a function from a list of paths to a "
-                f"dataset; got {dataset_fn!r}."
-            )
         self.files = list(files)
         self._dataset_fn = dataset_fn
-        if not self.files:
-            raise ValueError("FileDataset: files is empty; name at least one file.")
 
     def __call__(
         self, files: Sequence[str | os.PathLike[str]] | None = None

@@ -28,7 +28,7 @@ from replicax.input.grain_datasets import (
 )
 from replicax.input.prefetch import close_iterator
 from replicax.input.sparse_rows import SparseRows, as_rows, by_rows, is_one_array
-from replicax.input.split import leading_size, leaf_name, refuse_ragged
+from replicax.input.split import leading_size, leaf_name
 
 if TYPE_CHECKING:
     import keras
@@ -278,7 +278,6 @@ def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
     leaf = as_rows(leaf, path)
     if isinstance(leaf, SparseRows):
         return leaf
-    refuse_ragged(leaf, leaf_name(path), "dataset")
     if _comes_from(leaf, "torch"):
         leaf = _from_torch(leaf)
     elif isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array__"):
@@ -289,7 +288,8 @@ def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
         kind = type(leaf).__name__ if dtype is None else f"array of {dtype}"
         raise TypeError(
             f"dataset: {leaf_name(path)} has type {kind}, expected an array of numbers "
-            "or booleans. Encode it as numbers, or leave it out of the batch."
+            "or booleans. Encode it as numbers, pad rows of unequal length with "
+            "keras.utils.pad_sequences, or leave it out of the batch."
         )
     return leaf
 

@@ -21,7 +21,6 @@ __all__ = [
     "Split",
     "leading_size",
     "leaf_name",
-    "refuse_ragged",
     "replicas_for",
     "rows_with_copies",
     "split_global_batch",
@@ -114,7 +113,6 @@ def leading_size(tree: PyTree, caller: str) -> int:
                 f"{caller}: {name} is a {type(leaf).__name__}, expected an array. "
                 "Convert it with np.asarray."
             )
-        refuse_ragged(leaf, name, caller)
         if len(shape) == 0:
             raise ValueError(
                 f"{caller}: {name} is a scalar, expected an array with one row per "
@@ -239,7 +237,7 @@ def stack_replica_batches(
     """
     caller = "distribute_datasets_from_function"
     policy = Remainder.of(remainder, caller)
-    sizes = _group_sizes(batches, caller)
+    sizes = [leading_size(batch, caller) for batch in batches]
     # Only the end of the data makes a batch shorter, so only the last one may be.
     short = len(set(sizes)) > 1
     if short and (len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]):
@@ -272,53 +270,9 @@ def stack_replica_batches(
     return Split(batch=jax.tree.map(_stack, *padded), mask=mask, num_active=num_active)
 
 
-def refuse_ragged(leaf: object, name: str, caller: str) -> None:
-    """Raise for ragged data: rows of unequal lengths, which no array can hold.
-
-    Raises:
-        TypeError: For `tf.RaggedTensor`, and for arrays of lists or arrays.
-    """
-    kind = type(leaf).__name__
-    is_ragged = kind.startswith("RaggedTensor")
-    if not is_ragged and isinstance(leaf, np.ndarray) and leaf.dtype == object:
-        first = leaf.ravel()[0] if leaf.size else None
-        is_ragged = isinstance(first, (list, tuple, np.ndarray))
-        kind = f"array of {type(first).__name__} objects"
-    if is_ragged:
-        raise TypeError(
-            f"{caller}: {name} is ragged: {kind}, whose rows differ in length. JAX's "
-            "arrays have rows of one length: pad them with keras.utils.pad_sequences "
-            "(or tensor.to_tensor()) and mask what was added, or group rows of equal "
-            "length into batches."
-        )
-
-
 def leaf_name(path: tree_util.KeyPath) -> str:
     """Format the leaf at `path` of a batch, for errors."""
     return f"leaf {tree_util.keystr(path)}" if path else "the batch"
-
-
-def _group_sizes(batches: Sequence[PyTree], caller: str) -> list[int]:
-    """Return the `b` of each batch; raise if structures or other sizes differ."""
-    expected = tree_util.tree_structure(batches[0])
-    for index, batch in enumerate(batches):
-        structure = tree_util.tree_structure(batch)
-        if structure != expected:
-            raise ValueError(
-                f"{caller}: batches for replicas 0 and {index} differ in structure; "
-                f"got {expected} and {structure}, expected the same."
-            )
-    sizes = [leading_size(batch, caller) for batch in batches]
-    leaves = [tree_util.tree_leaves_with_path(batch) for batch in batches]
-    for same_leaf in zip(*leaves, strict=True):
-        shapes = [tuple(leaf.shape) for _, leaf in same_leaf]
-        if len({shape[1:] for shape in shapes}) > 1:
-            raise ValueError(
-                f"{caller}: {leaf_name(same_leaf[0][0])} has another shape on each "
-                f"replica; got {shapes}, expected equal ones. Resize or pad the "
-                "examples in the dataset."
-            )
-    return sizes
 
 
 def _rows(array: PyTree, num_replicas: int) -> PyTree:

@@ -6,10 +6,8 @@ data. Batches of arrays are sliced as late as possible.
 """
 
 import dataclasses
-import inspect
 import itertools
 import logging
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -21,20 +19,16 @@ import numpy as np
 from replicax._private.trainer import (
     ArrayDataAdapter,
     GrainDatasetAdapter,
-    can_convert_arrays,
     get_data_adapter,
     replace_iterator,
     with_dataset,
 )
-from replicax._util.arguments import short
-from replicax._util.arrays import holds_numbers
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
 from replicax.input.distributed import DistributedInput
 from replicax.input.grain_datasets import is_grain_dataset, reshuffled
 from replicax.input.prefetch import DistributedIterator
-from replicax.input.sources import is_dataset, is_one_shot
 from replicax.input.sparse_rows import SparseRows, as_rows, is_sparse
 
 __all__ = [
@@ -295,7 +289,6 @@ def adapter_of(
         return DistributedAdapter(x, first_iteration)
     if first_iteration is not None and is_grain_dataset(x) and not names:
         return _GrainAdapter(x, first_iteration)
-    _require_data({"x": x, "y": y, "sample_weight": sample_weight}, caller)
     with Announced("waiting for the first batch"):  # Keras reads a generator's first.
         return _adapter_of_keras(
             x=x,
@@ -304,59 +297,3 @@ def adapter_of(
             shuffle=shuffle,
             **beside_x,
         )
-
-
-def _require_data(arguments: Mapping[str, PyTree], caller: str) -> None:
-    """Raise for arguments that Keras cannot batch or JAX cannot place on devices."""
-    for name, value in arguments.items():
-        if can_convert_arrays(value):
-            _require_rows(name, value, caller)
-        elif name != "x":
-            raise ValueError(
-                f"{caller}: {name} must be arrays; got {short(value)}. np.asarray "
-                "makes one of a list."
-            )
-        elif not _is_dataset_of_keras(value):
-            raise ValueError(
-                f"{caller}: x must be arrays or a dataset; got {short(value)}. "
-                + _way_to_data(value)
-            )
-
-
-def _is_dataset_of_keras(value: PyTree) -> bool:
-    """Whether Keras reads batches from a value; of iterators, only from generators."""
-    if is_one_shot(value):
-        return isinstance(value, types.GeneratorType)
-    return is_dataset(value)
-
-
-def _way_to_data(value: PyTree) -> str:
-    if is_one_shot(value):
-        return "Make a generator of an iterator: (batch for batch in x)."
-    if inspect.isroutine(value):
-        return "Call the function, and pass the generator or dataset that it makes."
-    return (
-        "np.asarray makes an array of a list of numbers; batches come from a "
-        "generator, a keras.utils.PyDataset, a dataset of Grain or tf.data, a torch "
-        "DataLoader, or strategy.experimental_distribute_dataset."
-    )
-
-
-def _require_rows(name: str, arrays: PyTree, caller: str) -> None:
-    """Raise for arrays without rows of numbers."""
-    leaves = jax.tree_util.tree_leaves_with_path(arrays)
-    if not leaves and arrays is not None:
-        raise ValueError(f"{caller}: {name} holds no arrays; got {short(arrays)}.")
-    for path, leaf in leaves:
-        what = f"{name}{jax.tree_util.keystr(path)}"
-        if isinstance(leaf, np.ndarray) and not holds_numbers(leaf):
-            raise ValueError(
-                f"{caller}: {what} is an array of {leaf.dtype}; expected numbers or "
-                "booleans. Encode it as numbers before, such as with "
-                "keras.layers.StringLookup or astype."
-            )
-        if np.shape(leaf) == ():
-            raise ValueError(
-                f"{caller}: {what} is a single number, {leaf!r}; expected an array "
-                "whose first dimension counts the examples. Write x[None] for one."
-            )

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax._util.arguments import short
 from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.composites import is_composite, is_key, one_of
@@ -18,7 +17,7 @@ from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, FlatCall, Kind
 from replicax.input.prefetch import MappedAhead, close_iterator
 from replicax.input.sparse_rows import SparseRows, as_rows, by_rows
-from replicax.input.split import refuse_ragged, replicas_for, rows_with_copies
+from replicax.input.split import leading_size, replicas_for, rows_with_copies
 from replicax.keras.adapters import LazyBatch, batch_of
 
 __all__ = [
@@ -252,7 +251,6 @@ class _Placing:
         arrays = self._transfer(flat, num_steps)
 
         def make_arguments() -> Arguments:
-            _refuse_ragged_leaves(arrays, self._caller)
             batch = jax.tree.unflatten(structure, arrays)
             return Arguments(jax.tree.structure(((batch,), {})), kinds)
 
@@ -334,7 +332,6 @@ class _Placing:
             device_put.warn_of_wide_integers(flat)
             return flat
         leading = () if num_steps is None else (None,)
-        _refuse_ragged_leaves(flat, self._caller)
         spec = PartitionSpec(*leading, self._group.axis.name)
         sharding = NamedSharding(self._group.mesh, spec)
         return device_put.rows(flat, sharding)
@@ -344,27 +341,8 @@ def _taken(x: PyTree, rows: np.ndarray) -> PyTree:
     return (x if is_key(x) or isinstance(x, SparseRows) else np.asarray(x))[rows]
 
 
-def _refuse_ragged_leaves(flat: Iterable[PyTree], caller: str) -> None:
-    """Raise for arrays whose rows have different lengths."""
-    for number, x in enumerate(flat):
-        refuse_ragged(x, f"array {number} of the batch", caller)
-
-
 def _num_rows(batch: PyTree, flat: list[PyTree], caller: str) -> int:
     sizes = {np.shape(x)[:1] for x in flat}
     if len(sizes) == 1 and () not in sizes:
         return sizes.pop()[0]
-    if not flat:
-        raise ValueError(f"{caller}: a batch holds no arrays: {short(batch)}.")
-    described = [
-        f"{(*np.shape(x), 'no dimension')[0]} in "
-        f"{jax.tree_util.keystr(path) or 'the batch'}"
-        f"{' (sparse)' if isinstance(x, SparseRows) else ''}"
-        for path, x in jax.tree_util.tree_leaves_with_path(batch)
-    ]
-    listed = ", ".join(described[:4] + ["..."] * (len(described) > 4))
-    advice = " Lists are not arrays here: convert them with np.asarray."
-    raise ValueError(
-        f"{caller}: the arrays of one batch must have the same number of examples; got "
-        f"{listed}.{advice if () in sizes else ''}"
-    )
+    return leading_size(batch, caller)  # It raises.

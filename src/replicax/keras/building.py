@@ -96,13 +96,8 @@ def _build_by_keras(
     first_batch: Callable[[], PyTree],
 ) -> None:
     """Build a model as Keras does, or by its step if its call fails on the data."""
-
-    def checked() -> PyTree:
-        steps.require_examples(model, f"{kind}_step", first_batch())
-        return first_batch()
-
     try:
-        trainer.build(model, checked)
+        trainer.build(model, first_batch)
     except (TypeError, ValueError, RuntimeError) as error:
         if steps.takes_state(model, f"{kind}_step") or not _are_parts_built(model):
             raise

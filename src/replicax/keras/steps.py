@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 
 from replicax._private import keras as internals
 from replicax._private.trainer import is_made_by_keras
@@ -27,7 +26,6 @@ from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 from replicax.engine.cache import ProgramCache
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.composites import is_composite
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
@@ -46,7 +44,6 @@ __all__ = [
     "has_steps",
     "is_of_keras",
     "make_variables",
-    "require_examples",
     "steps_of",
     "takes_state",
 ]
@@ -87,7 +84,6 @@ class _ModelStep:
         context.model.batch = jax.tree.leaves(data)
         types = {x.compute_dtype for x in internals.layers_of(self._model)}
         context.model.computes_in_float16 = "float16" in types
-        require_examples(self._model, self._name, data)
         metrics = self._model.metrics if self._has_own_logs else []
         with computed_as_compiled(self._model), global_results(metrics) as results:
             if self._groups is None:
@@ -201,27 +197,6 @@ def is_of_keras(model: keras.Model, names: Iterable[str]) -> bool:
         getattr(getattr(model, name), "__func__", None) is getattr(keras.Model, name)
         for name in names
     )
-
-
-def require_examples(model: keras.Model, name: str, data: PyTree) -> None:
-    """Raise if Keras could not compute a compiled loss or its gradient."""
-    losses = keras.tree.flatten(getattr(model, "loss", None))
-    compiled = [loss for loss in losses if loss is not None]
-    is_own = not is_of_keras(model, (name, "compute_loss"))
-    if not compiled or is_own or name == "predict_step":
-        return
-    if keras.utils.unpack_x_y_sample_weight(data)[1] is None:
-        raise ValueError(
-            f"{current_call()}: model {model.name!r} has the loss {compiled[0]!r}, but "
-            "the data have no targets to compute it from: y is None. Pass y, or "
-            "batches (x, y); a tuple passed as x counts as inputs."
-        )
-    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(data, is_leaf=is_composite)}
-    if name == "train_step" and (0,) in sizes:
-        raise ValueError(
-            f"{current_call()}: a batch for model {model.name!r} has no rows, and so "
-            "no loss to train with. Leave empty batches out."
-        )
 
 
 def _require_outputs_of_rows(model: keras.Model, data: PyTree) -> None:

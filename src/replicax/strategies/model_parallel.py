@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 from jax.typing import ArrayLike
 
+from replicax._util.arguments import require_count
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.timeouts import Timeouts
 from replicax.engine.collectives import CrossDeviceOps
@@ -85,13 +86,9 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         timeouts: Timeouts | None = None,
     ) -> None:
         name = "ModelParallelStrategy"
-        if model_parallel is not None and (
-            type(model_parallel) is not int or model_parallel < 1
-        ):
-            raise ValueError(
-                f"{name}: model_parallel must be a positive integer or None; got "
-                f"{model_parallel!r}."
-            )
+        if model_parallel is not None:
+            what = f"{name}: model_parallel"
+            require_count(model_parallel, what, 1, otherwise=" or None")
         packs = getattr(communication_options, "bytes_per_pack", 0)
         if packs or getattr(cross_device_ops, "num_packs", 0) > 1:
             raise ValueError(

@@ -10,7 +10,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
-from replicax._util.arguments import require_instance
 from replicax._util.hashes import digest
 from replicax._util.listing import listed
 from replicax._util.stand_ins import stand_in_devices
@@ -107,12 +106,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         name = type(self).__name__
         if not isinstance(cluster_resolver, str):
             require_resolver(cluster_resolver, name)
-        require_instance(
-            communication_options,
-            CommunicationOptions,
-            f"{name}: communication_options",
-            "rx.CommunicationOptions(bytes_per_pack=2**20)",
-        )
         options = communication_options or CommunicationOptions()
         timeouts = checked_timeouts(timeouts, name)
         if options.timeout_seconds is not None:

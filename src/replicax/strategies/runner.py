@@ -90,11 +90,6 @@ class ProgramRunner:
                 "Strategy.run: args must be a tuple or list; got a "
                 f"{type(args).__name__}. For one argument x write args=(x,)."
             )
-        if kwargs is not None and not hasattr(kwargs, "keys"):
-            raise TypeError(
-                "Strategy.run: kwargs must be a dict of keyword arguments; got "
-                f"{kwargs!r}. Positional ones are args=(x, y)."
-            )
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
         call = flatten_call(args, kwargs, self._place)
         options = options or _PLAIN
@@ -149,8 +144,6 @@ class ProgramRunner:
     def _new_program(
         self, fn: Callable[..., PyTree], call: FlatCall, options: Options
     ) -> Program:
-        # Inside a `jax.jit` trace even new arrays are tracers.
-        _refuse_tracer(jnp.zeros(()))
         arguments = call.make_arguments()
         _refuse_datasets(arguments.statics)
         # One trace at a time: layers note in themselves what a trace has added to them.

@@ -336,18 +336,13 @@ def _check_options(
     replicas_per_device: int,
 ) -> None:
     """Validate arguments of the strategy class `name`."""
-    if cross_device_ops is not None and not isinstance(
-        cross_device_ops, CrossDeviceOps
-    ):
-        raise TypeError(
-            f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got "
-            f"{cross_device_ops!r}. Use for example rx.HierarchicalCopyAllReduce()."
-        )
+    require_instance(
+        cross_device_ops,
+        CrossDeviceOps,
+        f"{name}: cross_device_ops",
+        "rx.HierarchicalCopyAllReduce()",
+    )
     if check_replicas_every is not None:
         what = f"{name}: check_replicas_every"
         require_count(check_replicas_every, what, 1, otherwise=" or None")
-    if type(replicas_per_device) is not int or replicas_per_device < 1:
-        raise ValueError(
-            f"{name}: replicas_per_device must be a positive "
-            f"integer; got {replicas_per_device!r}."
-        )
+    require_count(replicas_per_device, f"{name}: replicas_per_device", 1)
