@@ -83,8 +83,8 @@ def replicax(
     )
 
 
-def _said(ended: subprocess.CompletedProcess[str]) -> list[str]:
-    """What stands on stderr, but for what took long on a loaded machine."""
+def _stderr_lines(ended: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines on stderr, except reminders on a loaded machine."""
     return [x for x in ended.stderr.splitlines() if not x.endswith("s so far)")]
 
 
@@ -107,10 +107,9 @@ def test_fit_for_a_slice(fit: Path, tmp_path: Path) -> None:
     assert "not reached" not in ended.stdout
     assert "Sequential.train_step" in ended.stdout
     assert "First limit" in ended.stdout
-    # What is said on the side: one line, and nothing of libtpu's.
-    said = _said(ended)
-    assert len(said) == 1, ended.stderr
-    assert "Sequential.test_step does not train" in said[0]
+    lines = _stderr_lines(ended)
+    assert len(lines) == 1, ended.stderr  # libtpu logs nothing.
+    assert "Sequential.test_step does not train" in lines[0]
     values = json.loads(plan.read_text())
     assert values["num_replicas"] == values["num_devices"] == 8
     gradients = 4 * (8 * 4 + 4)
@@ -154,7 +153,7 @@ def test_a_custom_loop_for_cpus(tmp_path: Path) -> None:
     ],
     ids=["no step", "exit", "error", "variables elsewhere"],
 )
-def test_scripts_that_do_not_get_there(
+def test_scripts_without_a_training_step_are_errors(
     text: str, returncode: int, message: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
@@ -204,12 +203,12 @@ model.fit(x, y, batch_size=batch, verbose=0)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tpu_compiler")
-def test_a_script_for_tpus_where_there_is_none(tmp_path: Path) -> None:
+def test_a_script_for_tpus_on_a_machine_without_tpus(tmp_path: Path) -> None:
     script, plan = tmp_path / "tpu.py", tmp_path / "plan.json"
     script.write_text(TPU)
     ended = replicax("plan", "--topology", "v6e:4x4", "--json", plan, script)
     assert ended.returncode == 0, ended.stderr
-    assert not _said(ended)
+    assert not _stderr_lines(ended)
     values = json.loads(plan.read_text())
     assert values["num_replicas"] == 16
     sums = sum(c["bytes"] * c["count"] for c in values["collectives"])
@@ -230,7 +229,7 @@ def test_a_script_for_tpus_where_there_is_none(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("fit")
-def test_usage(
+def test_wrong_options_are_errors(
     arguments: list[str],
     message: str,
     tmp_path: Path,

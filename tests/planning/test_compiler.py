@@ -31,14 +31,14 @@ def _without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_named_libtpu_comes_first(tmp_path: Path) -> None:
+def test_the_libtpu_in_the_environment_is_preferred(tmp_path: Path) -> None:
     own = tmp_path / "mine.so"
     own.touch()
     assert compiler.find_libtpu({"TPU_LIBRARY_PATH": str(own)}) == own
 
 
 @pytest.mark.usefixtures("_without_libtpu")
-def test_a_plan_without_libtpu_names_the_command_and_runs_nothing(
+def test_a_plan_without_libtpu_names_the_install_command(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "train.py"
@@ -97,7 +97,7 @@ def test_a_cuda_compiler_of_another_version_is_refused(
     reason="there are TPUs here, or libtpu is not installed",
 )
 @pytest.mark.timeout(120)
-def test_an_installed_libtpu_is_neither_heard_nor_in_the_way_of_sigterm() -> None:
+def test_an_installed_libtpu_logs_nothing_and_leaves_sigterm() -> None:
     code = (
         "import replicax as rx, time\n"
         "print(rx.MirroredStrategy().num_replicas_in_sync, flush=True)\n"
@@ -134,7 +134,7 @@ def test_an_installed_libtpu_is_neither_heard_nor_in_the_way_of_sigterm() -> Non
         ({}, None, ("null", "vfio/vfio"), True),
     ],
 )
-def test_anything_that_speaks_of_tpus_leaves_jax_alone(
+def test_environments_that_name_tpus_keep_the_platform(
     environ_of: dict[str, str],
     platforms: str | None,
     files: tuple[str, ...],

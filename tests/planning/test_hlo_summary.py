@@ -125,7 +125,7 @@ SQUARE = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
 
 
 @pytest.mark.parametrize("topology", ["cpu", "v5e:2x4"])
-def test_loops_count_as_often_as_they_run(
+def test_loops_count_each_iteration(
     topology: str, request: pytest.FixtureRequest
 ) -> None:
     devices = None
@@ -151,7 +151,7 @@ def test_a_loop_of_unknown_length_counts_once() -> None:
 
 
 @pytest.mark.usefixtures("tpu_compiler")
-def test_what_a_tpu_keeps_on_the_chip_is_seen() -> None:
+def test_bytes_on_a_tpus_chip_are_left_out() -> None:
     devices = find_topology("v5e:2x4").devices
 
     def several(x: Any) -> Any:

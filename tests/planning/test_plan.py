@@ -129,7 +129,7 @@ def test_a_custom_loop(topology: str) -> None:
     assert without_times(again) == without_times(plan)
 
 
-def test_the_model_is_as_it_was_and_trains_on() -> None:
+def test_a_plan_leaves_the_model_unchanged() -> None:
     strategy = local_strategy()
     model = make_model(strategy, "adam")
     x = np.random.default_rng(0).random((64, INPUTS), np.float32)
@@ -177,7 +177,7 @@ def test_several_steps_per_execution_count_for_one() -> None:
         assert total == pytest.approx(4 * NUM_WEIGHTS, rel=0.01)
 
 
-def test_one_device_stays_one() -> None:
+def test_a_plan_for_one_device() -> None:
     strategy = rx.OneDeviceStrategy("cpu:0")
     batch = struct(ROWS, INPUTS), struct(ROWS, CLASSES)
     plan = rx.plan(strategy, make_model(strategy), batch, topology="cpu:8")
@@ -185,7 +185,7 @@ def test_one_device_stays_one() -> None:
     assert not plan.collectives
 
 
-def test_what_is_assumed_of_measured_devices() -> None:
+def test_assumptions_of_measured_devices() -> None:
     strategy = rx.OneDeviceStrategy("cpu:0")
     batch = struct(ROWS, INPUTS), struct(ROWS, CLASSES)
     plan = rx.plan(strategy, make_model(strategy), batch, topology="cpu:1")
@@ -214,7 +214,7 @@ def test_scaling(topology: str) -> None:
 
 
 @pytest.mark.usefixtures("tpu_compiler")
-def test_two_slices_talk_over_the_network() -> None:
+def test_two_slices_communicate_over_the_network() -> None:
     strategy = local_strategy()
     batch = struct(16 * ROWS, INPUTS), struct(16 * ROWS, CLASSES)
     plan = rx.plan(
@@ -274,7 +274,7 @@ def shown(plan: Plan) -> str:
 
 
 @pytest.mark.filterwarnings("error")  # Of data of 64 bits as well.
-def test_what_does_not_train_is_refused() -> None:
+def test_a_step_that_does_not_train_is_an_error() -> None:
     strategy = local_strategy()
     model = make_model(strategy)
     with pytest.raises(ValueError, match="does not train: no optimizer"):
@@ -288,7 +288,7 @@ def test_what_does_not_train_is_refused() -> None:
         rx.plan(strategy, model, (), topology="abacus:3")
 
 
-def test_variables_that_live_elsewhere_are_not_planned() -> None:
+def test_variables_off_the_replicas_are_an_error() -> None:
     strategy = rx.CentralStorageStrategy(["cpu:0", "cpu:1"], parameter_device="cpu:2")
     model = make_model(strategy)
     with pytest.raises(
@@ -298,7 +298,7 @@ def test_variables_that_live_elsewhere_are_not_planned() -> None:
         rx.plan(strategy, model, batch_for("cpu:4"), topology="cpu:4")
 
 
-def test_a_diverging_step_is_refused_as_when_it_runs() -> None:
+def test_a_diverging_step_is_an_error_as_in_run() -> None:
     strategy = local_strategy()
     model = make_model(strategy)
 

@@ -113,13 +113,13 @@ def test_the_published_bandwidth_of_sums_is_met() -> None:
     assert 256 * grid_bandwidth(CHIPS["v6e"], (16, 16), (16, 16)) == 102.4e12
 
 
-def test_hops_are_fewer_in_a_ring() -> None:
+def test_a_ring_has_fewer_hops() -> None:
     ring = mean_hops(CHIPS["v5e"], (16, 16), (16, 16))
     assert ring == 8 < mean_hops(CHIPS["v5e"], (15, 15), (16, 16))
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda c: c.name)
-def test_chips_are_described_in_full(chip: Any) -> None:
+def test_each_chip_has_all_rates(chip: Any) -> None:
     numbers = [
         chip.rates.peak_flops,
         chip.rates.memory_bytes,
@@ -133,14 +133,14 @@ def test_chips_are_described_in_full(chip: Any) -> None:
 
 
 @given(st.sampled_from(list(CHIPS.values())), st.integers(0, 8))
-def test_shapes_have_as_many_chips_as_asked(chip: Any, power: int) -> None:
+def test_a_shape_has_the_given_number_of_chips(chip: Any, power: int) -> None:
     shape = chip.shape_of(2**power)
     assert math.prod(shape) == 2**power
     assert max(shape) <= 2 * min(n for n in shape if n > 1 or power < 3)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda c: c.name)
-def test_cards_are_described_in_full(card: Any) -> None:
+def test_each_card_has_all_rates(card: Any) -> None:
     rates = card.rates
     assert rates.elementwise_flops <= rates.flops_by_type["f32"] < rates.peak_flops
     assert 0 < rates.network_bandwidth < rates.ring_bandwidth < rates.memory_bandwidth

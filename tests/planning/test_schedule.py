@@ -148,7 +148,7 @@ ENTRY %main (a: (s32[], f32[4])) -> (s32[], f32[4]) {
 """  # noqa: E501
 
 
-def test_loops_count_all_rounds() -> None:
+def test_loops_count_all_iterations() -> None:
     ((kernel, times),) = read(LOOP).kernels()
     assert (kernel.bytes, times) == (32, 7)
     assert read(LOOP).seconds(RATES, lambda _: 0.0) == (7 * 32, 0)
@@ -158,7 +158,7 @@ def kernel(seconds: float) -> Kernel:
     return Kernel(products={}, elementwise=0, bytes=seconds)
 
 
-def test_a_kernel_at_what_devices_attain() -> None:
+def test_a_kernel_runs_at_attained_rates() -> None:
     """Half of the bandwidth, a quarter of the FLOP/s, and a launch beside the work."""
     rates = dataclasses.replace(
         RATES, attained_bandwidth=0.5, attained_flops=0.25, kernel_seconds=100.0
@@ -197,7 +197,7 @@ ONE, TWO = Start("one", SUM.collective), Start("two", SUM.collective)
         ((WhileLoop(3, (ONE, kernel(4), Done("one"))),), 18),
     ],
 )
-def test_only_what_no_kernel_covers_is_exposed(
+def test_communication_without_kernels_is_exposed(
     parts: tuple[Kernel | Start | Done | WhileLoop, ...], exposed: float
 ) -> None:
     busy, found = Schedule(parts).seconds(RATES, lambda _: 10.0)

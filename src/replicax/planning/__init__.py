@@ -1,8 +1,8 @@
 """Estimates of a training step on other hardware, for `replicax plan` and `rx.plan`.
 
-Strategies take devices that are only described. Variables stay on this machine,
-programs are traced and compiled for the described mesh instead of being run, and the
-estimate reads the compiled program.
+A strategy can use described devices, which this machine does not have. Its variables
+stay on this machine. The strategy traces and compiles programs for the described mesh,
+runs none, and the estimate reads the compiled program.
 
 `topology` turns a name such as `"v5e:16x16"` into described devices and their rates
 (`rates`, `cards`). `capture` stops a script at its training step, and `analysis`

@@ -1,6 +1,6 @@
 """`python -m replicax.planning`: estimates the training step of one script.
 
-It is a process of its own, so that JAX finds no accelerators where they are described.
+`replicax plan` starts it as a process in which JAX uses no accelerator of this machine.
 """
 
 import argparse

@@ -44,32 +44,33 @@ def plan(
 ) -> Plan:
     """Compile a training step for other hardware, without running it.
 
-    The strategy's program is made for the devices of `topology`, one replica each, as
-    if the strategy had been made there. Nothing is run, and no variable changes.
+    The strategy's program is compiled for the devices of `topology`, with one replica
+    on each. No program runs, and no variable changes.
 
     Args:
-        strategy: Whose variables the step trains; any that holds them on its replicas.
-        step: A replica function, as `strategy.run` takes it, in which an optimizer
-            makes an update; or a compiled Keras model.
-        args: Of a replica function: its arguments, in which `jax.ShapeDtypeStruct`s may
-            stand for arrays. A `PerReplica` is `[R, ...]` with an entry for each chip
-            of the topology; one of `strategy` itself stands for entries like its own.
-            Of a model: one global batch `(x, y)` or `(x, y, sample_weight)`, with
-            leaves `[B, ...]` for all chips together.
+        strategy: The strategy of the model. Its variables must be on the replicas.
+        step: A replica function for `strategy.run` that calls `optimizer.apply`, or a
+            compiled Keras model.
+        args: For a replica function: its arguments. A `jax.ShapeDtypeStruct` may
+            replace an array. A `PerReplica` is `[R, ...]` with an entry for each chip
+            of the topology; of a `PerReplica` of `strategy`, only an entry's shape
+            counts. For a model: one global batch `(x, y)` or `(x, y, sample_weight)`,
+            with leaves `[B, ...]` for all chips together.
         kwargs: Keyword arguments of a replica function.
-        topology: A slice of TPU chips, such as `"v5e:2x4"`, or NVIDIA GPUs, `"h100:8"`
-            of one host or `"h100:4x8"` of four, which need not be here; or devices of
-            this machine, `"cpu:8"` or `"gpu:4"`.
-        num_slices: Number of such slices of TPUs, joined by their hosts' network.
+        topology: A slice of TPU chips, such as `"v5e:2x4"`; NVIDIA GPUs, `"h100:8"` of
+            one host or `"h100:4x8"` of four; or devices of this machine, `"cpu:8"` or
+            `"gpu:4"`. Only the last need be here.
+        num_slices: Number of slices of TPUs, which their hosts' network joins.
         link_bandwidth: Bytes per second, in one direction, that a device sends to the
-            others of its slice or host, where this is not the published figure.
-        network_bandwidth: Likewise of a device's share of its host's network.
+            other devices of its slice or host; None: the published figure.
+        network_bandwidth: Bytes per second of a device's share of its host's network;
+            None: the published figure.
 
     Returns:
-        FLOPs, bytes, memory, collectives, predicted times, and what limits the step.
+        FLOPs, bytes, memory, collectives, predicted times, and the first limit.
 
     Raises:
-        DeviceError: For an unknown topology; the known ones are listed.
+        DeviceError: For an unknown topology; the message lists the known ones.
         ImportError: Without the compiler for TPUs or GPUs.
         ValueError: If the step does not train.
 
@@ -104,7 +105,7 @@ def plan(
 
 def analyse(capture: Capture, topology: DeviceTopology) -> Plan:
     """Compile a captured program and estimate its time and memory."""
-    assert capture.lowered is not None  # Otherwise there was no training step.
+    assert capture.lowered is not None  # A capture without a step raises earlier.
     try:
         compiled = compile_lowered(capture.lowered, topology.devices)
     except jax.errors.JaxRuntimeError as error:
@@ -220,14 +221,14 @@ def _notes_of_loops(text: ProgramSummary, work: Work) -> list[str]:
     loops = len(text.trip_counts) - work.is_loop_of_steps
     unknown = sum(trips is None for trips in text.trip_counts)
     if work.schedule is not None:
-        loops = unknown  # Rounds that the text tells are counted.
+        loops = unknown  # The schedule counts all known iterations.
     if not loops:
         return []
     what = f"{loops} loop{'s' if loops > 1 else ''} in the step"
     if work.schedule is not None:
-        return [f"{what} of unknown length: one round of each counts."]
-    once = f"; {unknown} of unknown length count once in all" if unknown else ""
-    return [f"{what}: bytes moved count one round of each{once}."]
+        return [f"{what} of unknown length: one iteration of each counts."]
+    once = f"; FLOPs of {unknown} of unknown length, too" if unknown else ""
+    return [f"{what}: bytes moved count one iteration of each{once}."]
 
 
 def _notes_of_memory(memory: Memory | None, *, is_card: bool) -> list[str]:

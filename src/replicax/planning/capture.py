@@ -1,8 +1,8 @@
-"""Captures the training step of a script or strategy: lowered, never run.
+"""Captures the training step of a script or strategy: lowers it, and runs nothing.
 
-Strategies pass their programs to a `Capture` instead of running them. The first program
-that trains is lowered for the topology's devices, and an exception that scripts do not
-catch stops the script. Programs before it return zeros.
+Strategies pass their programs to a `Capture` instead of running them. The capture
+lowers the first program that trains for the topology's devices, and stops the script
+with an exception that scripts do not catch. Earlier programs return zeros.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _logger = logging.getLogger("replicax")
 
 
 class _Captured(BaseException):
-    """Stops a script at its training step. No `Exception`, which scripts catch."""
+    """Stops a script at its training step. Scripts may catch every `Exception`."""
 
 
 class NoTrainingStepError(ValueError):
@@ -55,13 +55,16 @@ class NoTrainingStepError(ValueError):
 
 
 class Capture:
-    """Receives programs in place of the devices, and keeps the one that trains.
+    """Receives a strategy's programs in place of the devices; keeps the training step.
 
     Args:
         topology: The devices to compile for.
 
     Attributes:
-        lowered: The program as `jax.stages.Lowered`; None before the training step.
+        home: The placement of variables: a CPU of this machine.
+        name: The name of the training step.
+        lowered: The training step's program; None before it.
+        num_steps: The number of steps in one run of the program.
     """
 
     def __init__(self, topology: DeviceTopology) -> None:
@@ -83,9 +86,9 @@ class Capture:
         values: Sequence[PyTree],
         arrays: Sequence[PyTree],
     ) -> PyTree:
-        """Keep a program that trains; for another one, return zeros as its results.
+        """Keep a program that trains; return zeros as the results of any other.
 
-        Variables keep their values.
+        No program changes the variables.
         """
         lowered = program.lower(_shapes(values), _shapes(arrays))
         if program.trains:
@@ -98,8 +101,8 @@ class Capture:
         if not self._has_skipped:
             self._has_skipped = True
             _logger.warning(
-                "plan: %s does not train. It and others like it are not run here; "
-                "their results are zeros.",
+                "plan: %s does not train. It and other such programs are not run "
+                "here; their results are zeros.",
                 _short(program.name),
             )
         return jax.tree.map(
@@ -108,7 +111,7 @@ class Capture:
 
     @contextlib.contextmanager
     def _until_captured(self, why_not: str) -> Iterator[None]:
-        """Stop the block at its training step; raise with `why_not` if it has none."""
+        """Stop the block at its training step; without one, raise with `why_not`."""
         try:
             with (
                 attention_of(self._topology),
@@ -124,7 +127,7 @@ class Capture:
 
 
 def attention_of(topology: DeviceTopology) -> contextlib.AbstractContextManager[None]:
-    """Have attention computed as on a topology's cards, where it has any."""
+    """For a topology of GPUs, let Keras choose attention as on these GPUs."""
     chip = topology.chip
     if isinstance(chip, Card):
         return attention_of_card(chip.compute_capability)
@@ -185,7 +188,7 @@ def capture_fit(
     capture = Capture(topology)
     arrays = _as_arrays(tuple(batch), strategy.num_replicas_in_sync)
     attributes = {name: getattr(model, name, None) for name in _CHANGED_BY_FIT}
-    model.train_function = None  # What fit compiles belongs to it.
+    model.train_function = None  # Compile it for the topology.
     why_not = (
         f"fit of model {model.name!r} ended without a step of {strategy!r}. Make and "
         "compile the model in the strategy's scope."
@@ -204,16 +207,15 @@ def capture_fit(
 def compile_lowered(
     lowered: jax.stages.Lowered, devices: Sequence[Device]
 ) -> jax.stages.Compiled:
-    """Compile a program for devices that may only be described.
+    """Compile a program; for described devices without JAX's cache on disk.
 
-    JAX's cache on disk is left alone then: it can write programs for described devices
-    but not read them, since nothing loads them.
+    The cache can write programs for described devices, but cannot read them.
     """
     if not is_described(devices[0]):
         return lowered.compile()
     was_on = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # It decides once whether it is used.
+    compilation_cache.reset_cache()  # JAX reads the option only once.
     try:
         return lowered.compile()
     finally:
@@ -232,7 +234,7 @@ def _short(name: str) -> str:
 def _shapes(values: Sequence[PyTree]) -> list[PyTree]:
     return [
         x
-        if isinstance(x, int | float | complex)  # Their types are weak.
+        if isinstance(x, int | float | complex)  # Python numbers have weak types.
         else jax.ShapeDtypeStruct(
             x.shape, dtype_on_devices(x.dtype), weak_type=getattr(x, "weak_type", False)
         )
@@ -241,11 +243,11 @@ def _shapes(values: Sequence[PyTree]) -> list[PyTree]:
 
 
 def _as_arrays(tree: PyTree, num_replicas: int) -> PyTree:
-    """`tree` with arrays for the `ShapeDtypeStruct`s, and entries for all replicas."""
+    """Replace each `ShapeDtypeStruct` by an array; give all replicas entries."""
 
     def array(x: PyTree) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
-            # One zero in memory, however large the array.
+            # An array of any size, with one zero in memory.
             return np.broadcast_to(np.zeros((), x.dtype), x.shape)
         return x
 
@@ -254,7 +256,7 @@ def _as_arrays(tree: PyTree, num_replicas: int) -> PyTree:
             return array(x)
         if x.array.shape[:1] == (num_replicas,):
             return x.with_array(jax.tree.map(array, x.array))
-        # Of a smaller strategy: every replica gets an entry like those.
+        # The values of another number of replicas: only the shape of an entry counts.
         shape = (num_replicas, *x.array.shape[1:])
         return PerReplica(array(jax.ShapeDtypeStruct(shape, x.array.dtype)))
 

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs that `rx.plan` knows: their rates, and what the CUDA compiler must know.
+"""NVIDIA GPUs that `rx.plan` knows: rates, and descriptions for the CUDA compiler.
 
-`devices.toml` has the figures. `--network-bandwidth` and `--link-bandwidth` replace
-those of a machine whose network or links differ.
+`devices.toml` has the figures. For a machine with another network or other links, the
+options `--network-bandwidth` and `--link-bandwidth` replace two of them.
 """
 
 import dataclasses
@@ -14,14 +14,13 @@ from replicax.planning.rates import KERNEL_SECONDS, Rates, device_tables
 
 __all__ = ["CARDS", "MAX_CARDS", "Card"]
 
-# Measured on an H100 with steps of ResNet-50 and of a transformer (docs/gpus.md): large
-# kernels reach nine tenths of the data sheet's bandwidth, smaller ones half of it, and
-# products four fifths of its FLOP/s. Other cards are assumed to be alike.
+# Shares of the data sheet's figures, measured on an H100 with ResNet-50 and with a
+# transformer (docs/gpus.md). The estimates use the same shares for other cards.
 _ATTAINED_FLOPS = 0.8
 _ATTAINED_BANDWIDTH = 0.85
 
 MAX_CARDS = 8
-"""Cards that links join: those of the largest host."""
+"""Cards of the largest host, which links join."""
 _MAX_HOSTS = 128
 
 _TARGET = """
@@ -46,12 +45,12 @@ class Card:
     """A kind of NVIDIA GPU.
 
     Attributes:
-        name: As in topologies, such as `"h100"`.
-        device: CUDA's name of it.
-        rates: Of its computing, its memory, the links to the cards of its host, and its
-            share of the host's network.
+        name: The name in topologies, such as `"h100"`.
+        device: CUDA's name.
+        rates: Rates of compute, memory, the links in a host, and a card's share of the
+            host's network.
         capability: CUDA's compute capability, as XLA writes it.
-        facts: What else XLA knows of it, in the words of XLA's `GpuDeviceInfoProto`.
+        facts: Further fields of XLA's `GpuDeviceInfoProto`.
     """
 
     name: str
@@ -70,7 +69,7 @@ class Card:
         return int(numbers["major"]), int(numbers.get("minor", 0))
 
     def known(self) -> str:
-        """List the names of its clusters, for messages."""
+        """Describe the names of clusters of this card, for messages."""
         return (
             f"{self.name}:N, N cards of one host, up to {MAX_CARDS}, and "
             f"{self.name}:HxN, H hosts of N cards, up to {_MAX_HOSTS}x{MAX_CARDS}"
@@ -81,7 +80,7 @@ class Card:
         return device.process_index
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
-        """Whether there are clusters of that shape: cards, or hosts by cards."""
+        """Whether a cluster can have this shape: cards, or hosts by cards."""
         *hosts, cards = shape
         return (
             len(hosts) <= 1
@@ -90,7 +89,7 @@ class Card:
         )
 
     def target(self) -> str:
-        """The description of the card that XLA's compiler takes."""
+        """Format the card's description for XLA's compiler."""
         return _TARGET.format(
             facts=" ".join(f"{name}: {value}" for name, value in self.facts.items()),
             memory=self.rates.memory_bytes,

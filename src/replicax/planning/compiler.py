@@ -1,7 +1,7 @@
 """Finds the compilers for TPUs and for NVIDIA GPUs among the installed packages.
 
-Neither needs its hardware. The TPU compiler is libtpu. The CUDA compiler is JAX's
-plugin for NVIDIA GPUs, with its libraries.
+They compile without TPUs or GPUs. The TPU compiler is libtpu; the CUDA compiler is
+JAX's plugin for NVIDIA GPUs.
 """
 
 import importlib.metadata
@@ -13,13 +13,13 @@ from pathlib import Path
 __all__ = ["LIBRARY_PATH", "find_libtpu", "require_cuda", "require_libtpu"]
 
 LIBRARY_PATH = "TPU_LIBRARY_PATH"
-"""Environment variable: where JAX takes libtpu from."""
+"""Environment variable: the file from which JAX loads libtpu."""
 
 _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def find_libtpu(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Find libtpu's file: the one that `LIBRARY_PATH` names, or the installed one."""
+    """Find libtpu's file: the file in `LIBRARY_PATH`, or of the installed package."""
     named = environ.get(LIBRARY_PATH)
     if named and Path(named).is_file():
         return Path(named)
@@ -31,19 +31,20 @@ def find_libtpu(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def require_libtpu(topology: str) -> Path:
-    """Return the file of libtpu; raise with the command that installs it."""
+    """Return libtpu's file; without it, raise an error with the install command."""
     file = find_libtpu()
     if file is None:
         raise ImportError(
             f"plan: compiling for {topology} needs the TPU compiler, libtpu, which is "
-            "not installed. It needs no TPU, Linux on x86-64, and 700 MB on the disk. "
+            "not installed. It needs Linux on x86-64 and 700 MB on the disk, but no "
+            "TPU. "
             "Install it with: pip install 'replicax[tpu]'"
         )
     return file
 
 
 def require_cuda(topology: str) -> None:
-    """Raise unless the CUDA compiler is here, as the plugin that JAX will load."""
+    """Raise unless the CUDA compiler is installed in the version that JAX loads."""
     installed = {plugin: _version_of(plugin) for plugin in _CUDA_PLUGINS}
     installed = {plugin: version for plugin, version in installed.items() if version}
     jax_version = _version_of("jaxlib")
@@ -52,8 +53,8 @@ def require_cuda(topology: str) -> None:
     if not installed:
         raise ImportError(
             f"plan: compiling for {topology} needs the CUDA compiler, JAX's plugin for "
-            "NVIDIA GPUs, which is not installed. It needs no GPU, Linux, and 5 GB on "
-            "the disk. Install it with: pip install 'replicax[plan-cuda]'"
+            "NVIDIA GPUs, which is not installed. It needs Linux and 5 GB on the disk, "
+            "but no GPU. Install it with: pip install 'replicax[plan-cuda]'"
         )
     plugin, version = next(iter(installed.items()))
     extra = plugin.removeprefix("jax-").removesuffix("-plugin")

@@ -1,7 +1,7 @@
 """Parses XLA's text of a compiled program: instructions, calls, shapes and groups.
 
-Shapes look like `(f32[8,4]{1,0:T(8,128)S(1)}, s32[])`. Groups are the devices that take
-part in a collective together.
+Shapes look like `(f32[8,4]{1,0:T(8,128)S(1)}, s32[])`. A group is the devices that take
+part in one collective.
 """
 
 import dataclasses
@@ -67,9 +67,9 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-        shape: Of the result, as XLA writes it.
-        literal: What stands where others have operands, such as a constant's value.
-        attributes: All that follows.
+        shape: The result's shape, as XLA writes it.
+        literal: The text in the parentheses, such as a constant's value.
+        attributes: The text after the parentheses.
     """
 
     name: str
@@ -89,11 +89,11 @@ class Call:
     """One call path from the program's entry to a computation.
 
     Attributes:
-        caller: The instruction that calls it; None: it is the entry.
+        caller: The instruction that calls the computation; None: it is the entry.
         times: Number of executions; a loop of unknown length counts once.
-        trips: For the body of a loop: its number of iterations; None: unknown.
-        is_async: Whether the program continues while it runs.
-        is_fused: Whether it is part of a fusion, whose inner results are never stored.
+        trips: For the body of a loop: the number of iterations; None: unknown.
+        is_async: Whether the program continues during the computation.
+        is_fused: Whether it is part of a fusion, which stores no inner results.
     """
 
     computation: str
@@ -127,7 +127,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def calls(computations: Mapping[str, Computation], entry: str) -> Iterator[Call]:
-    """Yield the call paths from the entry to computations; no loops' conditions."""
+    """Yield the call paths from the entry to computations, except loops' conditions."""
     waiting = [Call(computation=entry)]
     while waiting:
         call = waiting.pop(0)
@@ -137,10 +137,10 @@ def calls(computations: Mapping[str, Computation], entry: str) -> Iterator[Call]
 
 
 def starts_async(instruction: Instruction) -> bool:
-    """Whether an instruction starts work that runs beside the instructions after it."""
+    """Whether an instruction starts work that overlaps the next instructions."""
     if instruction.opcode.endswith("-start"):
         return True
-    # TPUs run a collective along with a computation that it is fused with.
+    # TPU programs fuse a collective with a computation that overlaps it.
     return instruction.opcode == "fusion" and bool(
         re.search(r"calls=%async[_\-]collective", instruction.attributes)
     )
@@ -169,9 +169,9 @@ def _instruction(line: str) -> Instruction | None:
 def called(
     instruction: Instruction, call: Call, computations: Mapping[str, Computation]
 ) -> Iterator[Call]:
-    """Yield the call paths that extend `call` by what one of its instructions calls."""
+    """Yield the paths of the computations that an instruction of `call` calls."""
     if instruction.opcode in ("async-update", "async-done"):
-        return  # They name the computation that `async-start` has called.
+        return  # `async-start` has already called the computation that they name.
     names = _CALLED.findall(instruction.attributes)
     for branches in _BRANCHES.findall(instruction.attributes):
         names += [("branch", name) for name in _OPERAND.findall(branches)]
@@ -249,7 +249,7 @@ def num_bytes(shape: str) -> int:
 
 
 def on_chip_bytes(shape: str) -> int:
-    """Bytes of the arrays in a shape that lie in memory on the chip: layout `S(1)`."""
+    """Bytes of the arrays in a shape that are in memory on the chip: layout `S(1)`."""
     return sum(
         _array_bytes(dtype, _dims(dims))
         for dtype, dims, layout in _ARRAY.findall(shape)
@@ -258,7 +258,7 @@ def on_chip_bytes(shape: str) -> int:
 
 
 def elements(shape: str) -> list[str]:
-    """The elements of a tuple shape, of which some may be tuples; else the shape.
+    """The elements of a tuple shape, which may be tuples; of others the shape itself.
 
     Example:
         >>> elements("((f32[2]{0}, f32[]), u32[])")
@@ -276,7 +276,7 @@ def elements(shape: str) -> list[str]:
 
 
 def split_shape(text: str) -> tuple[str, str]:
-    """Split `text` into the shape that it begins with, and the rest."""
+    """Split `text` into the shape at its beginning, and the rest."""
     if not text.startswith("("):
         shape, _, rest = text.partition(" ")
         return shape, rest.lstrip()
@@ -301,7 +301,7 @@ def _array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
 
 
 def replica_groups(attributes: str) -> Groups:
-    """Parse the groups in an instruction's attributes; empty: all devices as one.
+    """Parse the groups in an instruction's attributes; empty: one group of all devices.
 
     Example:
         >>> replica_groups("replica_groups={{0,1},{2,3}}")
@@ -332,7 +332,7 @@ def replica_groups(attributes: str) -> Groups:
 
 
 def source_target_groups(attributes: str) -> Groups:
-    """Parse the groups of devices that send to each other, directly or over others.
+    """Parse the groups of devices that send to each other, also over other devices.
 
     Example:
         >>> source_target_groups("source_target_pairs={{0,1},{1,0},{2,3}}")
@@ -350,7 +350,7 @@ def source_target_groups(attributes: str) -> Groups:
 
 
 def slice_groups(attributes: str) -> Groups:
-    """Chips at the same place of several slices, which exchange over the network.
+    """Parse groups of chips at the same place of several slices.
 
     Example:
         >>> slice_groups('_xla_megascale_target="{1,2}x{0:1}"')
@@ -369,7 +369,7 @@ def slice_groups(attributes: str) -> Groups:
 
 
 def _from_iota(shape: list[int], reshape: list[int], order: str | None) -> Groups:
-    """Parse `[groups,size]<=[dims]T(order)`: 0, 1, 2, ... reshaped, transposed, cut."""
+    """Parse `[groups,size]<=[dims]T(order)`: reshape 0, 1, 2, ..., transpose, split."""
     ids = np.arange(np.prod(reshape)).reshape(reshape)
     if order is not None:
         ids = ids.transpose(_numbers(order))
@@ -378,10 +378,11 @@ def _from_iota(shape: list[int], reshape: list[int], order: str | None) -> Group
 
 
 def _from_mesh(match: re.Match[str]) -> Groups:
-    """Parse `mesh['a'=2,'b'=4] {'b'}`: devices that differ in these axes only.
+    """Parse `mesh['a'=2,'b'=4] {'b'}`: a group's devices differ only in axis `b`.
 
-    `device_ids=` has the devices of a mesh in another order than 0, 1, 2, ... An axis
-    may be given in part: `'b':(2)2` is the middle one of `b` cut into 2 x 2 x the rest.
+    `device_ids=` lists the devices of a mesh in another order than 0, 1, 2, ... In
+    `'b':(2)2`, axis `b` is split into 2 x 2 x the rest, and devices differ in the
+    second part.
     """
     sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", match["axes"])}
     ids = np.arange(math.prod(sizes.values()))

@@ -1,10 +1,10 @@
-"""Rates of devices: published ones of TPU chips, and measured ones of this machine.
+"""Rates of devices: published ones for TPU chips, measured ones for this machine.
 
-`devices.toml` has the published figures; `cards` reads those of GPUs.
+`devices.toml` has the published figures; `cards` reads the figures of GPUs.
 
-No published figures would be true of a machine's own devices: CPU cores share their
-caches, and logical devices share the cores. So they are measured in a second or two,
-with all devices busy at once, as in a step.
+For this machine's devices published figures would be wrong: CPU cores share caches, and
+logical devices share the cores. `measure_rates` measures for a second or two, with all
+devices busy at once, as in a step.
 """
 
 import dataclasses
@@ -25,12 +25,11 @@ from replicax.engine.devices import Device
 __all__ = ["CHIPS", "KERNEL_SECONDS", "Chip", "Rates", "device_tables", "measure_rates"]
 
 KERNEL_SECONDS = 2.5e-6
-"""What a kernel of a GPU takes beside its work: 1.7 us for one with nothing to do on an
-H100, and the time in which a larger one comes to work on all processors.
-"""
+"""Overhead of a GPU kernel: on an H100, 1.7 us, and the time to use all processors."""
 
 _AXIS = "replica"
 _ROUNDS = 5
+# Width of the measured matrices, and elements of the measured arrays.
 _CPU_SIZES = (512, 2**22)
 _GPU_SIZES = (4096, 2**27)
 
@@ -43,23 +42,24 @@ def device_tables(kind: str) -> dict[str, dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Rates of one device, while all the others are busy too.
+    """Rates of one device, while all other devices are busy too.
 
     Attributes:
         peak_flops: Multiplications and additions per second.
-        memory_bytes: Capacity of its memory; None: not its own, or not known.
-        memory_bandwidth: Bytes per second.
-        ring_bandwidth: Bytes per second that it sends in a ring of devices that links
-            join; None: computed from the links of a slice.
+        memory_bandwidth: Bytes per second of the device's memory.
         source: Where the figures are from.
-        network_bandwidth: Bytes per second of its share of its host's network, over
-            which slices of TPUs and hosts of GPUs reach each other; None: not known.
-        flops_by_type: Of products of other types than bfloat16, by XLA's names, where
-            they are not at `peak_flops`.
-        elementwise_flops: Of all that is no product; None: at `peak_flops`.
-        attained_flops: Share of those rates at which kernels compute.
-        attained_bandwidth: Share of `memory_bandwidth` at which they read and write.
-        kernel_seconds: What a kernel takes before and after its work.
+        memory_bytes: Capacity of the memory; None: shared with others, or unknown.
+        ring_bandwidth: Bytes per second that the device sends in a ring over links;
+            None: computed from the links of a slice.
+        network_bandwidth: Bytes per second of the device's share of its host's network,
+            which connects slices of TPUs and hosts of GPUs; None: unknown.
+        flops_by_type: FLOP/s of products, by XLA's name of the element type; other
+            types have `peak_flops`.
+        elementwise_flops: FLOP/s of other operations than products; None:
+            `peak_flops`.
+        attained_flops: Share of the FLOP/s above that kernels attain.
+        attained_bandwidth: Share of `memory_bandwidth` that kernels attain.
+        kernel_seconds: Overhead of one kernel.
     """
 
     peak_flops: float
@@ -80,15 +80,15 @@ class Chip:
     """A kind of TPU chip.
 
     Attributes:
-        name: As in topologies, such as `"v5e"`.
-        rates: Of its computing, in bfloat16, and its memory (HBM).
+        name: The name in topologies, such as `"v5e"`.
+        rates: Rates of compute in bfloat16, and of the memory (HBM).
         link_bandwidth: Bytes per second over one link to a neighbour, one direction.
         num_dims: Dimensions of the grid of chips.
-        ring_multiple: A dimension of the grid whose size divides by this is closed to a
-            ring.
+        ring_multiple: A dimension of the grid closes to a ring if its size is a
+            multiple of this.
         shapes: The usual sizes of slices.
         max_chips: Chips in the largest slice.
-        options: What libtpu needs to know besides the name.
+        options: Further options of libtpu for this chip.
     """
 
     name: str
@@ -101,10 +101,10 @@ class Chip:
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     noun = "slice"
-    largest_scale = 256  # Efficiencies are predicted up to here.
+    largest_scale = 256  # Number of chips up to which efficiencies are predicted.
 
     def known(self) -> str:
-        """List the names of its slices, for messages."""
+        """List the names of slices of this chip, for messages."""
         names = (f"{self.name}:{'x'.join(map(str, shape))}" for shape in self.shapes)
         cubes = " and boxes of such cubes" if self.num_dims == 3 else ""
         return ", ".join(names) + cubes
@@ -114,10 +114,7 @@ class Chip:
         return getattr(device, "slice_index", 0)
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
-        """Whether there are slices of that shape.
-
-        Besides the usual ones: any box of cubes of 4x4x4, where there are cubes.
-        """
+        """Whether a slice can have this shape: a usual one, or a box of 4x4x4 cubes."""
         return shape in self.shapes or (
             len(shape) == self.num_dims == 3
             and all(n > 0 and n % 4 == 0 for n in shape)
@@ -126,7 +123,7 @@ class Chip:
         )
 
     def shape_of(self, num_chips: int) -> tuple[int, ...]:
-        """The most square or cubic shape of a number of chips, a power of two.
+        """The most square or cubic shape of `num_chips`, a power of two.
 
         Example:
             >>> CHIPS["v5e"].shape_of(32), CHIPS["v5p"].shape_of(8)
@@ -165,7 +162,7 @@ def measure_rates(devices: Sequence[Device]) -> Rates:
     ring = None
     if num > 1:
         total = _seconds(mesh, lambda x: lax.psum(x, _AXIS), (length // 4,))
-        # In a ring each device sends twice the array, less its own part.
+        # In a ring of n devices, each sends 2(n-1)/n of the array.
         ring = 2 * (num - 1) / num * length / total
     stats = devices[0].memory_stats() or {}
     return Rates(
@@ -188,15 +185,15 @@ def _seconds(
     shape: tuple[int, ...],
     dtype: str = "float32",
 ) -> float:
-    """The shortest of a few runs of `fn` on every device at once."""
+    """Time `fn` on all devices at once: the shortest of a few runs."""
     spec = PartitionSpec(_AXIS)
     program = jax.jit(
         jax.shard_map(
             lambda x: fn(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec
         ),
-        donate_argnums=0,  # Fresh memory would cost more than the copy.
+        donate_argnums=0,  # Allocating new memory would take longer than the copy.
     )
-    # GPUs multiply zeros faster. These numbers' products have numbers as large.
+    # GPUs multiply zeros faster. With this scale, products are as large as factors.
     key, scale = jax.random.key(0), shape[-1] ** -0.5
     array = jax.jit(
         lambda: jax.random.normal(key, (mesh.size, *shape), dtype) * scale,

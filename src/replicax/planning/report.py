@@ -105,15 +105,15 @@ class Scale:
 class Plan:
     """The estimate of a training step on some hardware, from `rx.plan`.
 
-    Nothing of it was run there: FLOPs, bytes and collectives are the compiler's, times
-    come from a model (`replicax.planning.roofline`).
+    The step was compiled, not run. FLOPs, bytes and collectives are counts of the
+    compiled program; times come from a model (`replicax.planning.roofline`).
 
     Attributes:
         program: Name of the step.
         topology: Name of the hardware.
         device_kind: JAX's name of one device.
         num_devices: Number of devices that the step runs on.
-        num_replicas: Number of replicas on them.
+        num_replicas: Number of replicas on these devices.
         num_hosts: Number of machines that hold the devices.
         num_slices: Number of TPU slices.
         rates: The rates of a device.
@@ -122,7 +122,7 @@ class Plan:
         flops: Multiplications and additions per device and step; None: see `memory`.
         bytes_accessed: Bytes that a device moves to and from its memory per step; None:
             see `memory`.
-        collectives: What devices send each other.
+        collectives: The collectives of a step.
         time: Lower bound of a step's time; None: see `memory`.
         scaling: Efficiencies on 1, 2, 4, ... devices; empty where they are unknown.
         limit: What limits the step first: `"compute"`, `"memory bandwidth"`,
@@ -153,7 +153,7 @@ class Plan:
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     def as_dict(self) -> dict[str, object]:
-        """Convert the plan to JSON values; `format` is the version of their layout."""
+        """Convert the plan to JSON values, with the version of the format."""
         values = dataclasses.asdict(self)
         if self.memory is not None:
             values["memory"]["peak"] = self.memory.peak
@@ -249,7 +249,7 @@ class Plan:
         )
 
     def _time(self) -> str:
-        assert self.time is not None  # The caller has looked.
+        assert self.time is not None  # The caller checks this.
         t = self.time
         by_kernel = ""
         if t.busy > max(t.compute, t.memory):

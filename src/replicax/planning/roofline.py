@@ -65,18 +65,18 @@ ASSUMPTIONS = (
     "Scaling: same batch per chip, same payload of collectives over all replicas.",
     "Input arrives in time.",
 )
-"""The assumptions of the time model, in short; the module's docstring has them all."""
+"""The assumptions of the time model for TPUs; the module's docstring has details."""
 
 ASSUMPTIONS_OF_GPUS = (
     "Kernels attain 80 % of peak FLOP/s, 85 % of peak bandwidth, and take 2.5 us more.",
     "Communication: peak bandwidths, no latency; real steps take longer.",
     "FLOPs and bytes are counted in the compiled program, kernel by kernel.",
     "Collectives are NCCL's rings: over the links in a host, then over the network.",
-    "They hide behind the kernels between their start and their end in the schedule.",
+    "Collectives hide behind the kernels between their start and end in the schedule.",
     "Scaling: same batch per card, same payload of collectives over all replicas.",
     "Input arrives in time.",
 )
-"""The same for GPUs."""
+"""The assumptions for described GPUs."""
 
 ASSUMPTIONS_OF_MEASURED = (
     "The rates measured here, 2.5 us more for a kernel of a GPU; no other latency.",
@@ -84,32 +84,32 @@ ASSUMPTIONS_OF_MEASURED = (
     "Asynchronous collectives hide behind computation; synchronous ones do not.",
     "Input arrives in time.",
 )
-"""The same for devices of this machine, whose rates are measured."""
+"""The assumptions for devices of this machine, whose rates are measured."""
 
 _ADVICE = {
     "compute": (
-        "The devices multiply as fast as they can: this is where a step should be. For "
-        "shorter steps, take more devices or a smaller model."
+        "The devices multiply at their peak rate, as a step should. For a shorter "
+        "step, use more devices or a smaller model."
     ),
     "memory bandwidth": (
-        "The devices wait for their memory more than they multiply. Where it is not on "
-        "yet, keras.mixed_precision.set_global_policy('mixed_bfloat16') halves the "
-        "bytes. Take wider layers, or a larger batch per device where weights and "
-        "optimizer slots are most of the bytes."
+        "The devices wait for their memory more than they multiply. "
+        "keras.mixed_precision.set_global_policy('mixed_bfloat16') halves the bytes of "
+        "a float32 model. Use wider layers, or, if most bytes are weights and "
+        "optimizer state, a larger batch per device."
     ),
     "interconnect": (
-        "The devices wait for each other. Take a larger batch per device, accumulate "
+        "The devices wait for each other. Use a larger batch per device, accumulate "
         "gradients over several batches (the optimizer's gradient_accumulation_steps), "
-        "or take fewer devices."
+        "or use fewer devices."
     ),
     "network": (
-        "Hosts wait for each other over their network. Take a larger batch per device, "
-        "a faster network, or fewer hosts: of TPUs, one larger slice."
+        "Hosts wait for their network. Use a larger batch per device, a faster "
+        "network, or fewer hosts; for TPUs, use one larger slice."
     ),
     "memory capacity": (
-        "The step does not fit into a device's memory. Take a smaller batch per "
-        "device, keras.mixed_precision.set_global_policy('mixed_bfloat16') if it is "
-        "not on, recomputation (keras.RematScope), or devices with more memory."
+        "The step does not fit into a device's memory. Use a smaller batch per device, "
+        "keras.mixed_precision.set_global_policy('mixed_bfloat16') for a float32 "
+        "model, recomputation (keras.RematScope), or devices with more memory."
     ),
 }
 

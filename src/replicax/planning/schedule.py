@@ -29,7 +29,7 @@ from replicax.planning.rates import Rates
 
 __all__ = ["Done", "Kernel", "Schedule", "Start", "WhileLoop", "read_schedule"]
 
-# Opcodes that move or name numbers, but compute none.
+# Opcodes that move or name arrays, and compute nothing.
 _MOVES = FREE | {
     "broadcast",
     "concatenate",
@@ -56,10 +56,10 @@ class Kernel:
     """A kernel of a GPU program: one launch.
 
     Attributes:
-        products: FLOPs of matrix products and convolutions, by XLA's name of the type
-            that is multiplied.
-        elementwise: All other FLOPs: one for each number that an operation makes.
-        bytes: Read and written in the device's memory.
+        products: FLOPs of matrix products and convolutions, by XLA's name of the
+            operands' element type.
+        elementwise: All other FLOPs: one for each element of an operation's result.
+        bytes: Bytes that the kernel reads and writes in the device's memory.
     """
 
     products: Mapping[str, float]
@@ -72,7 +72,7 @@ class Kernel:
         return sum(self.products.values()) + self.elementwise
 
     def compute_seconds(self, rates: Rates) -> float:
-        """Compute the seconds of its FLOPs at the device's peaks."""
+        """Compute the seconds of the FLOPs at the device's peaks."""
         of_products = sum(
             flops / rates.flops_by_type.get(dtype, rates.peak_flops)
             for dtype, flops in self.products.items()
@@ -151,7 +151,7 @@ def _play(
     parts: Sequence[Part], rates: Rates, seconds_of: Callable[[Collective], float]
 ) -> tuple[float, float]:
     now = busy = 0.0
-    links_free = 0.0  # Collectives follow one another, too.
+    links_free = 0.0  # Collectives run one after another, too.
     ends: dict[str, float] = {}
     for part in parts:
         match part:
@@ -200,7 +200,7 @@ def _parts(call: Call, computations: Mapping[str, Computation]) -> Iterator[Part
 def _collective_of(
     instruction: Instruction, call: Call, computations: Mapping[str, Computation]
 ) -> Collective | None:
-    """The collective of an instruction, or the one that an `async-start` wraps."""
+    """The collective of an instruction, also inside an `async-start`; None: none."""
     if instruction.opcode != "async-start":
         return read_collective(instruction, call)
     wrapped = [
@@ -280,7 +280,7 @@ def _bytes_read(body: Computation, index: int) -> float:
             elif user.opcode in _PARTS_OF_ARRAYS and user.operands[0] == source:
                 total += num_bytes(user.shape)
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == source:
-                continue  # The array is written in place.
+                continue  # An update in place does not read the array.
             else:
                 return float("inf")
     return total

@@ -29,8 +29,8 @@ _LOCAL = re.compile(r"(cpu|gpu):(\d+)")
 _SHAPE = re.compile(r"\d{1,9}(?:x\d{1,9})*")
 _KINDS: Mapping[str, Chip | Card] = {**CHIPS, **CARDS}
 
-# libtpu asks for this machine's place in a slice, and logs errors outside of a slice.
-# These variables answer for it. Variables that are already set are kept.
+# libtpu looks up this machine's place in a slice, and logs errors outside of a slice.
+# These variables replace the look-up, unless they are already set.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     # libtpu's lock is for processes that use the chips.
@@ -59,11 +59,6 @@ class DeviceTopology:
     chip: Chip | Card | None = None
     shape: tuple[int, ...] = ()
     num_slices: int = 1
-
-    @property
-    def num_hosts(self) -> int:
-        """Number of machines that hold the devices."""
-        return len({d.process_index for d in self.devices})
 
     def spans_hosts(self, group: Sequence[int]) -> bool:
         """Whether the devices at these positions are on several machines."""
@@ -94,7 +89,7 @@ class DeviceTopology:
         return max(size // math.prod(self.shape), 1)
 
     def shape_of(self, size: int) -> tuple[int, ...]:
-        """The shape of `size` devices; of one slice, if they span several slices."""
+        """The shape of `size` devices; of several slices, the shape of one."""
         if isinstance(self.chip, Card):
             hosts = self.num_domains(size)
             return (size,) if hosts == 1 else (hosts, self._cards_of_a_host)
@@ -123,7 +118,7 @@ def find_topology(
     link_bandwidth: float | None = None,
     network_bandwidth: float | None = None,
 ) -> DeviceTopology:
-    """Find the devices of a topology; given bandwidths replace the published ones."""
+    """Find the devices of a topology; the bandwidths replace the published ones."""
     check_topology(
         name,
         num_slices,
@@ -171,17 +166,17 @@ def check_topology(name: str, num_slices: int = 1, **bandwidths: float | None) -
 
 
 def needs_libtpu(name: str) -> bool:
-    """Whether a topology is one of TPUs."""
+    """Whether a topology has TPUs."""
     return _LOCAL.fullmatch(name) is None and isinstance(_parsed(name)[0], Chip)
 
 
 def needs_cuda(name: str) -> bool:
-    """Whether a topology is one of GPUs that are described."""
+    """Whether a topology has described GPUs."""
     return _LOCAL.fullmatch(name) is None and isinstance(_parsed(name)[0], Card)
 
 
 def num_cpu_devices(name: str) -> int | None:
-    """Number of CPU devices of a topology such as `"cpu:8"`; None for other ones."""
+    """Number of CPU devices of a topology such as `"cpu:8"`; None for all others."""
     match = _LOCAL.fullmatch(name)
     return int(match[2]) if match and match[1] == "cpu" else None
 
@@ -204,7 +199,7 @@ def _parsed(name: str) -> tuple[Chip | Card, tuple[int, ...]]:
 
 
 def _as_given(rates: Rates, links: float | None, network: float | None) -> Rates:
-    """Replace published bandwidths by the given ones."""
+    """Replace published bandwidths by the user's."""
     changes = {"ring_bandwidth": links, "network_bandwidth": network}
     changes = {name: value for name, value in changes.items() if value is not None}
     if not changes:

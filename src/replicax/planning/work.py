@@ -1,7 +1,7 @@
 """Counts the FLOPs, bytes and collectives of a step, and computes their times.
 
-FLOPs and bytes are XLA's own counts where it has them, otherwise those of the schedule.
-Collectives are timed on the devices of a topology, or on more or fewer of the kind.
+FLOPs and bytes are XLA's own counts, or, for GPUs, counts of the scheduled kernels. The
+times of collectives are for the devices of a topology, or another number of them.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ class Work:
     """The FLOPs and bytes of one step on a device, and their times.
 
     Attributes:
-        compute: Seconds of its FLOPs.
-        memory: Seconds of its bytes.
-        schedule: Of the program, where it is in order and counted by kernel.
+        compute: Seconds of the FLOPs.
+        memory: Seconds of the bytes.
+        schedule: The program's kernels and collectives in order; None: not for a GPU.
         is_loop_of_steps: Whether the program is a loop over the steps of an execution.
     """
 
@@ -50,15 +50,18 @@ class Work:
 def count_work(
     compiled: jax.stages.Compiled, text: ProgramSummary, steps: int, rates: Rates
 ) -> Work:
-    """Count the FLOPs and bytes of a compiled program of so many steps, for one step.
+    """Count the FLOPs and bytes of one step of a program.
 
-    `text` is the summary of its text.
+    Args:
+        compiled: The program.
+        text: The summary of the program's text.
+        steps: The number of steps in one run of the program.
+        rates: The rates of a device.
     """
     is_loop_of_steps = steps > 1 and text.trip_counts.count(steps) > 0
     costs = compiled.cost_analysis()
     if costs:
-        # XLA counts one round of a loop. A step that is one round of the loop over the
-        # steps of an execution is counted as it is.
+        # XLA counts one iteration of a loop: in a loop over the steps, one step.
         flops = (costs.get("flops", 0.0) + text.loop_flops) / steps
         moved = costs.get("bytes accessed", 0.0) * (1 - text.on_chip)
         moved /= 1 if is_loop_of_steps else steps
@@ -80,7 +83,7 @@ def count_work(
 
 
 class StepCollectives:
-    """The collectives of a step, and their times on more or fewer devices."""
+    """The collectives of a step, and their times on any number of devices."""
 
     def __init__(
         self,
@@ -170,14 +173,14 @@ class StepCollectives:
     def _seconds(self, collective: Collective, size: int) -> tuple[float, float]:
         """Compute the seconds of one collective on links, and on the network.
 
-        Those over all devices of the estimate are over all `size` devices there; others
-        keep their groups.
+        If the collective is over all devices of the estimate, it is also over all of
+        `size` devices; other collectives keep the size of their groups.
         """
         topology = self._topology
         group = _groups(collective, self.size)[0]
         num, num_domains = len(group), topology.num_domains_of(group)
         if size != self.size:
-            if num == num_domains > 1:  # Devices at the same place of all of them.
+            if num == num_domains > 1:  # One device of each domain.
                 num = num_domains = topology.num_domains(size)
             else:
                 num = size if num == self.size else min(num, size)
@@ -193,14 +196,14 @@ class StepCollectives:
             return 0.0, network
         bandwidth, hops = self._links(group, num, num_domains)
         links = collective_seconds(kind, num_bytes, num // num_domains, bandwidth, hops)
-        if isinstance(topology.chip, Card):  # NCCL sends over both at the same time.
+        if isinstance(topology.chip, Card):  # NCCL uses links and network at once.
             links = max(links - network, 0.0)
         return links, network
 
     def _links(
         self, group: Sequence[int], num: int, num_domains: int
     ) -> tuple[float, float]:
-        """Bytes per second that a device sends in a domain, and links to another."""
+        """Bytes per second that a device sends in a domain, and the mean hops."""
         topology, chip = self._topology, self._topology.chip
         ring = topology.rates.ring_bandwidth
         if not isinstance(chip, Chip) or ring is not None:
