@@ -267,20 +267,6 @@ def test_per_example_of_a_scalar_loss(fn: Any) -> None:
         fitted(rx.losses.per_example(fn))
 
 
-def test_whole_batch_outside_a_step() -> None:
-    loss = rx.losses.whole_batch(contrastive)
-    with pytest.raises(rx.errors.ContextError, match=r"'contrastive'.*outside a step"):
-        loss(X[:, :3], X[:, 3:])
-    with (
-        STRATEGIES["mirrored 2"]().scope(),
-        pytest.raises(rx.errors.ContextError, match="outside a step"),
-    ):
-        loss(X[:, :3], X[:, 3:])
-    # One device of Keras or JAX has all rows.
-    traced = jax.jit(loss)(X[:, :3], X[:, 3:])
-    np.testing.assert_allclose(traced, contrastive(X[:, :3], X[:, 3:]), rtol=1e-5)
-
-
 @pytest.mark.parametrize("declare", [rx.losses.whole_batch, rx.losses.per_example])
 def test_no_functions(declare: Any) -> None:
     with pytest.raises(TypeError, match=r"must be a function.*got 3"):

@@ -27,8 +27,8 @@ def reduce(op: ReduceOp, value: PyTree, axis: int | None, num_replicas: int) -> 
         require_dense(leaf.array, "Strategy.reduce")
         if is_key(leaf.array):
             raise TypeError(
-                f"Strategy.reduce: got keys of random numbers ({leaf!r}), which cannot "
-                "be added up. Use strategy.gather, or value.values[i]."
+                f"Strategy.reduce: got keys of random numbers ({leaf!r}), which have "
+                "no sum. Use strategy.gather, or value.values[i]."
             )
         dim = None if axis is None else _checked_axis(leaf, axis, "reduce")
         reducer = _reducer(op, dim, _whole(leaf.array), leaf.num_active)
@@ -54,14 +54,14 @@ def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
 def local_results(value: PyTree) -> tuple[PyTree, ...]:
     """This process' values of the `PerReplica`s in a pytree, one tree per replica."""
     leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
-    found = [x.values if isinstance(x, PerReplica) else None for x in leaves]
-    counts = [len(values) for values in found if values is not None]
-    if not counts:
+    values = {i: x.values for i, x in enumerate(leaves) if isinstance(x, PerReplica)}
+    if not values:
         return (value,)
-    pairs = list(zip(leaves, found, strict=True))
     return tuple(
-        structure.unflatten(x if values is None else values[i] for x, values in pairs)
-        for i in range(min(counts))
+        structure.unflatten(
+            values[i][replica] if i in values else x for i, x in enumerate(leaves)
+        )
+        for replica in range(min(map(len, values.values())))
     )
 
 
@@ -70,17 +70,15 @@ def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> Non
     if value.array.shape[:1] != (num_replicas,):
         raise ValueError(
             f"Strategy.{name}: a PerReplica holds {value.array.shape[0]} values but "
-            f"the strategy has {num_replicas} replicas. Pass a value made by this "
-            "strategy."
+            f"the strategy has {num_replicas} replicas. Pass a value of this strategy."
         )
 
 
 def _same_on_all(op: ReduceOp, value: PyTree, num_replicas: int) -> PerReplica:
     if op is ReduceOp.SUM and num_replicas > 1:
         raise ValueError(
-            f"Strategy.reduce: got {value!r}, which is no PerReplica value, so what "
-            "its sum over replicas should be is not clear. Pass what strategy.run "
-            "returned."
+            f"Strategy.reduce: got {value!r}, which is no PerReplica value, so its sum "
+            "over replicas is ambiguous. Pass a result of strategy.run."
         )
     return PerReplica(_repeated(value, 1))
 
@@ -118,7 +116,7 @@ def _gatherer(
 
 
 def _whole(array: ArrayLike) -> NamedSharding | None:
-    """The replicated sharding of a result over processes; None: JAX chooses."""
+    """The sharding of a result that all processes get; None: JAX chooses."""
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return None

@@ -1,11 +1,10 @@
-"""Composite arrays: pytree nodes of several arrays that together mean one.
+"""Composite arrays: pytree nodes of several arrays that together are one to the user.
 
-A sparse array (`BCOO`) holds its entries and their indices, a quantised one its numbers
-and their scale. JAX flattens them like a dict. What is done to rows, or to the values
-of replicas, has to be done to the whole and not to each part.
+A sparse array (`BCOO`) has entries and indices as components, a quantised array its
+numbers and their scale. JAX flattens them like a dict, but components have no rows.
 
-Legend: `R` replicas. A composite array is *stacked* where each of its parts has a
-dimension of replicas in front, `[R, ...]`.
+Legend: `R` replicas. A composite array is *stacked* where each of its components is
+`[R, ...]`.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 
-# Met all the time, and no composite arrays.
+# Frequent types that are no composite arrays.
 _PLAIN = frozenset({list, tuple, dict, type(None), np.ndarray, int, float, bool, str})
 
 
@@ -39,17 +38,16 @@ def is_array(value: object) -> bool:
 
 
 def is_key(value: object) -> bool:
-    """Whether `value` is an array of keys of random numbers, unknown to NumPy."""
+    """Whether `value` is an array of JAX's random keys, which NumPy does not know."""
     return isinstance(value, jax.Array) and jnp.issubdtype(
         value.dtype, jax.dtypes.prng_key
     )
 
 
 def is_composite(value: object) -> bool:
-    """Whether `value` is one array to its user, and several arrays to JAX.
+    """Whether `value` has `shape` and `dtype`, and JAX flattens it.
 
-    It has the `shape` and `dtype` of an array, and JAX flattens it. A node around one
-    array of that shape, as a Flax variable is, needs no care and does not count.
+    A node around one array of that shape, such as a Flax variable, does not count.
     """
     if type(value) in _PLAIN or is_array(value):
         return False
@@ -78,16 +76,16 @@ def is_foreign(value: object) -> bool:
     return package == "tensorflow" and kind.__name__ in names
 
 
-def one_of(value: PyTree, parts: Sequence[PyTree]) -> PyTree:
-    """One replica's value of a stacked composite array, from that replica's parts."""
-    one = jax.tree.unflatten(jax.tree.structure(value), parts)
+def one_of(value: PyTree, components: Sequence[PyTree]) -> PyTree:
+    """One replica's value of a stacked composite array, from its components."""
+    one = jax.tree.unflatten(jax.tree.structure(value), components)
     if isinstance(one, sparse.BCOO):
         one.shape = one.shape[1:]
     return one
 
 
 def densified(value: PyTree, caller: str) -> PyTree:
-    """A sparse array as a dense one; a TypeError for another composite array."""
+    """Convert a sparse array to a dense one; refuse other composite arrays."""
     if isinstance(value, sparse.JAXSparse):
         return value.todense()
     require_dense(value, caller)

@@ -1,4 +1,4 @@
-"""Empty arrays, which replica programs create themselves.
+"""Creates empty arrays inside replica programs, not as operands.
 
 XLA of JAX 0.11 crashes when it compiles a `shard_map` for several devices that has an
 operand without elements: an argument, or an array that the function closes over.
@@ -40,7 +40,7 @@ def creating_empty_arrays(body: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _created(array: jax.Array) -> jax.Array:
-    """An array itself, or a new one where it has no elements."""
+    """An array itself, or a new array in place of an empty one."""
     if 0 not in array.shape or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return array
     return jnp.zeros(array.shape, array.dtype)

@@ -1,9 +1,8 @@
-"""Backward passes in float16, whose numbers do not grow with the number of replicas.
+"""Scales backward passes in float16, so that more replicas cause no overflow.
 
-In `fit` gradients are averaged, so each of R replicas differentiates the mean over its
-own rows, and what enters the network from a row is R times as large as on one device:
-float16 would overflow earlier. So the backward pass is made of the loss divided by R,
-and the gradients that leave it are multiplied by R. No value and no gradient changes.
+`fit` averages gradients, so each of R replicas differentiates the mean over its own
+rows, and the gradient of a row's output is R times as large as on one device. So the
+backward pass starts from the loss divided by R, and its gradients are multiplied by R.
 """
 
 import functools
@@ -18,12 +17,12 @@ __all__ = ["gradients_unscaled", "loss_scaled"]
 
 
 def loss_scaled(loss: PyTree) -> PyTree:
-    """A loss where it is differentiated: what goes back from it is divided by R."""
+    """The same loss; its cotangent is divided by R."""
     return _with_tangent_scale(loss, 1 / _num_averaged())
 
 
 def gradients_unscaled(values: PyTree) -> PyTree:
-    """The values to differentiate for: the gradients that reach them are times R."""
+    """The same values; gradients that reach them are multiplied by R."""
     return _with_tangent_scale(values, _num_averaged())
 
 

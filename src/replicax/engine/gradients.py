@@ -40,7 +40,7 @@ def value_and_grad(
     variables: Sequence[Variable],
     has_aux: bool = False,
 ) -> Callable[..., PyTree]:
-    """A function that returns `loss_fn`'s value and its gradients for Keras variables.
+    """Make a function that returns `loss_fn`'s value and its gradients for variables.
 
     What `loss_fn` writes to variables (metrics, moving statistics) is kept. Works
     inside a replica function and outside. (JAX: `jax.value_and_grad`.)
@@ -48,7 +48,7 @@ def value_and_grad(
     Args:
         loss_fn: Returns a scalar loss, or `(loss, aux)` with `has_aux`.
         variables: Float variables to differentiate for.
-        has_aux: Whether `loss_fn` returns something beside the loss.
+        has_aux: Whether `loss_fn` returns a pair.
 
     Returns:
         A function of `loss_fn`'s arguments that returns `(loss, grads)`, or
@@ -56,8 +56,8 @@ def value_and_grad(
         replica function they are this replica's own; `optimizer.apply` sums them.
 
     Raises:
-        TypeError: If `loss_fn` is no function, or for other things than variables.
-        ValueError: If `variables` is empty, as those of a model not yet built are.
+        TypeError: For variables that are not Keras variables.
+        ValueError: If `variables` is empty, as before a model is built.
 
     Example:
         >>> import keras, replicax as rx
@@ -66,11 +66,6 @@ def value_and_grad(
         >>> float(loss), float(grads[0])
         (18.0, 12.0)
     """
-    if not callable(loss_fn):
-        raise TypeError(
-            f"value_and_grad: loss_fn must be a function that returns the loss; got "
-            f"{loss_fn!r}."
-        )
     variables = checked_variables(variables, "value_and_grad")
     if not variables:
         raise ValueError(
@@ -84,8 +79,8 @@ def value_and_grad(
 
         def functional(values: list[jax.Array]) -> tuple[jax.Array, PyTree]:
             values = gradients_unscaled(gathered_here(values, start))
-            given = dict(zip(map(id, variables), values, strict=True))
-            with ChildScope(outer, given) as scope:
+            new_values = dict(zip(map(id, variables), values, strict=True))
+            with ChildScope(outer, new_values) as scope:
                 result = loss_fn(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
             written[:] = scope.written.values()
@@ -108,7 +103,7 @@ def value_and_grad(
 class GradientTape:
     """Differentiate what a step function computes inside `with`, as TF scripts do.
 
-    Works inside a function run by `strategy.run` (and in a `train_step` of that kind).
+    Works inside a function run by `strategy.run`, and in a `train_step` that it runs.
     Python side effects of the function happen again on each replay, as on each trace,
     and must not change what it computes.
     Enter the tape at the function's own level, not inside a `jax.lax.scan` or `cond`.
@@ -171,8 +166,8 @@ class GradientTape:
         """Make arrays sources that `gradient` may be asked for.
 
         Args:
-            tensor: A pytree of float arrays computed in or given to this function.
-                Variables are always watched.
+            tensor: A pytree of float arrays: arguments of this function, or arrays
+                computed in it. Variables are always watched.
         """
         run = self._active_run("watch")
         for x in jax.tree.leaves(tensor):
@@ -198,7 +193,7 @@ class GradientTape:
             target: A float array or pytree of them; elements are summed.
             sources: Variables and watched arrays, one or a pytree.
             output_gradients: Weights of `target`'s elements, same structure and shapes.
-            unconnected_gradients: What stands for a source that `target` does not
+            unconnected_gradients: The gradient for a source that `target` does not
                 depend on: `"none"` (None) or `"zero"` (zeros).
 
         Returns:
@@ -235,9 +230,9 @@ class GradientTape:
             places = [self._place(s) for s in flat]
             grads = self._differentiate(run, call, targets, places, flat, weights)
         else:
-            # Nothing that is differentiated here recorded this call: to it, what the
-            # call returned is a constant, and the run before this one has it.
-            assert run.parent is not None  # A replay, as it is to stop somewhere.
+            # No tape that is being differentiated recorded this call, so its result is
+            # a constant here: take it from the run that this one replays.
+            assert run.parent is not None  # Only a replay has a `stop_at`.
             grads = run.parent.results[call]
         run.results[call] = grads
         if unconnected_gradients == "zero":
@@ -268,27 +263,27 @@ class GradientTape:
             num_targets = len(targets)
             return targets, rebound
 
-        made = jax.make_jaxpr(replay)(deltas)
-        if isinstance(run.scope, ValueScope):  # Of a program, not to find variables.
+        replayed = jax.make_jaxpr(replay)(deltas)
+        if isinstance(run.scope, ValueScope):  # Not while variables are discovered.
             require_same_trace(
                 targets,
-                made,
-                # Another function: JAX would know the jaxpr of the same one.
+                replayed,
+                # A new function, since JAX caches the jaxpr of the same function.
                 lambda: jax.make_jaxpr(lambda x: replay(x))(deltas),
                 lambda: jax.make_jaxpr(lambda: run.replay(call)[0])(),
                 is_replay=run.parent is not None,
             )
-        closed = rebind(made, num_targets)
+        closed = rebind(replayed, num_targets)
         marks = [1 << i for i in range(len(deltas))]
         reached = 0
         for mark in gradient_marks(closed.jaxpr, marks):
             reached |= mark
-        run_again = jex_core.jaxpr_as_fun(closed)
+        evaluate = jex_core.jaxpr_as_fun(closed)
 
-        def differentiated(deltas: list[jax.Array]) -> tuple[list[jax.Array], None]:
-            return loss_scaled(run_again(*gradients_unscaled(deltas))), None
+        def loss(deltas: list[jax.Array]) -> tuple[list[jax.Array], None]:
+            return loss_scaled(evaluate(*gradients_unscaled(deltas))), None
 
-        values, pullback, _ = jax.vjp(regathering(differentiated), deltas, has_aux=True)
+        values, pullback, _ = jax.vjp(regathering(loss), deltas, has_aux=True)
         require_same_values(targets, values)
         (grads,) = pullback(
             [jnp.asarray(w, v.dtype) for w, v in zip(weights, values, strict=True)]
@@ -296,7 +291,7 @@ class GradientTape:
         return [g if reached & m else None for g, m in zip(grads, marks, strict=True)]
 
     def _place(self, source: Variable | jax.Array) -> Source:
-        """A source as a replay can find it again."""
+        """A watched array's number, by which a replay finds it; or the variable."""
         if isinstance(source, keras.Variable):
             return source
         for i, x in enumerate(self._watched):
@@ -308,7 +303,6 @@ class GradientTape:
         )
 
     def _perturbations(self, run: StepRun) -> list[Perturbation]:
-        """Those of this tape."""
         return [p for p in run.perturbations if p.tape_index == self._index]
 
     def _perturb_variables(self, run: StepRun, perturbation: Perturbation) -> None:
@@ -343,22 +337,14 @@ def _float_target(target: ArrayLike) -> jax.Array:
 def _weights(output_gradients: PyTree, targets: list[jax.Array]) -> list[ArrayLike]:
     if output_gradients is None:
         return [jnp.ones_like(t) for t in targets]
-    weights = jax.tree.leaves(output_gradients)
-    shapes = [jnp.shape(w) for w in weights]
-    if shapes != [t.shape for t in targets]:
-        raise ValueError(
-            f"GradientTape.gradient: got output_gradients of shapes {shapes} for "
-            f"{len(targets)} targets of shapes {[t.shape for t in targets]}. Give each "
-            "target one of its own shape."
-        )
-    return weights
+    return jax.tree.leaves(output_gradients)
 
 
 def _require_differentiable(x: object) -> None:
     if not isinstance(x, jax.Array):
         raise TypeError(
             f"GradientTape.watch: got {x!r} of type {type(x).__name__}, expected a jax "
-            "array, since what NumPy and Python compute leaves no trace. Make it one "
+            "array, since JAX cannot trace what NumPy and Python compute. Convert it "
             "with jnp.asarray."
         )
     if not jnp.issubdtype(x.dtype, np.inexact):
@@ -371,20 +357,20 @@ def _require_differentiable(x: object) -> None:
 def clip_by_global_norm(
     tensors: Sequence[ArrayLike | None], clip_norm: ArrayLike
 ) -> tuple[list[jax.Array | None], jax.Array]:
-    """Scale tensors down together, where their common norm is above `clip_norm`.
+    """Scale tensors down together if their common norm exceeds `clip_norm`.
 
     Inside a replica function the gradients are this replica's own; to clip what the
     optimizer applies, set the optimizer's `global_clipnorm=` instead. (TF:
     `tf.clip_by_global_norm`.)
 
     Args:
-        tensors: Such as gradients, of any shapes; those that are None stay None.
+        tensors: Such as gradients, of any shapes; None stays None.
         clip_norm: The greatest norm, positive.
 
     Returns:
-        The tensors, each times `clip_norm / max(norm, clip_norm)`, and the norm before,
-        a scalar: the root of the sum of all their squares. Tensors are NaN where the
-        norm is not finite.
+        The tensors, each times `clip_norm / max(norm, clip_norm)`, and the norm before
+        clipping: the root of the sum of all squares. All tensors are NaN if the norm is
+        not finite.
 
     Raises:
         ValueError: If `clip_norm` is not positive.
@@ -395,22 +381,15 @@ def clip_by_global_norm(
         >>> [x.tolist() for x in clipped], float(norm)
         ([[1.5, 0.0], 2.0], 5.0)
     """
-    _require_positive(clip_norm)
-    given = [jnp.asarray(tensor) for tensor in tensors if tensor is not None]
-    total = sum((jnp.sum(jnp.square(x)) for x in given), start=jnp.zeros(()))
+    is_traced = isinstance(clip_norm, jax.core.Tracer)
+    if not is_traced and not np.all(np.asarray(clip_norm) > 0):
+        raise ValueError(
+            f"clip_by_global_norm: clip_norm must be positive; got {clip_norm!r}."
+        )
+    arrays = [jnp.asarray(tensor) for tensor in tensors if tensor is not None]
+    total = sum((jnp.sum(jnp.square(x)) for x in arrays), start=jnp.zeros(()))
     norm = jnp.sqrt(total)
     scale = clip_norm / jnp.maximum(norm, clip_norm)
     scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
-    scaled = iter([x * scale.astype(x.dtype) for x in given])
+    scaled = iter([x * scale.astype(x.dtype) for x in arrays])
     return [None if t is None else next(scaled) for t in tensors], norm
-
-
-def _require_positive(clip_norm: ArrayLike) -> None:
-    if isinstance(clip_norm, jax.core.Tracer):
-        return
-    is_number = np.issubdtype(np.asarray(clip_norm).dtype, np.number)
-    if not is_number or not np.all(np.asarray(clip_norm) > 0):
-        raise ValueError(
-            f"clip_by_global_norm: clip_norm must be a positive number; got "
-            f"{clip_norm!r}."
-        )

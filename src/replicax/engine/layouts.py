@@ -1,9 +1,8 @@
 """The shardings of variables: replicated on each device, or sharded.
 
-Data parallel training needs a variable whole on every replica only while the replica
-computes with it. Between steps replicas can hold a block each: of the optimizer's slots
-(a sharded update), or of all weights (fully sharded). A model parallel strategy splits
-weights over devices that work on the same replica.
+Between steps, replicas of data parallel training can hold a block each of the optimizer
+state (ZeRO) or of all weights (FSDP). A model parallel strategy splits weights over
+devices that work on the same replica. "Slots" are an optimizer's state of one weight.
 """
 
 import dataclasses
@@ -18,10 +17,10 @@ from replicax.engine.variables import Variable
 __all__ = ["FEWEST_ELEMENTS", "Layouts", "ModelSplit"]
 
 FEWEST_ELEMENTS = 1024
-"""Sending a smaller variable's blocks around costs more than holding all of it."""
+"""Smaller variables are not split: communicating their blocks would cost more."""
 
-# Variables whose replicas change them each by itself are combined as a whole.
-_SHARABLE = ("none", "only_first_replica")
+# Variables of other aggregations are combined from whole values of the replicas.
+_SPLIT_AGGREGATIONS = ("none", "only_first_replica")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class ModelSplit:
     Attributes:
         num_devices: Number of devices that work on one replica.
         axis_name: Their mesh axis.
-        spec: The layout on that axis of a weight of this path and shape.
+        spec: Gives the `PartitionSpec` of a weight of this path and shape.
     """
 
     num_devices: int
@@ -49,8 +48,8 @@ class Layouts:
         split_slots: Whether replicas hold blocks of the optimizer's slots, and divide
             its updates.
         split_weights: Whether they hold blocks of weights, too.
-        of_path: How a weight of this path and shape is split over other mesh axes;
-            None: not at all.
+        of_path: Gives the `PartitionSpec` over other mesh axes of a weight of this path
+            and shape; None: no weight is split over others.
     """
 
     axis_name: str
@@ -74,20 +73,20 @@ class Layouts:
         return self._spec(path, shape, aggregation, self.split_slots)
 
     def dim_of(self, variable: Variable) -> int | None:
-        """The dimension of which replicas hold blocks between steps; None: of none."""
+        """The dimension along which replicas hold blocks between steps, if any."""
         return self.dim_in(self.of(variable))
 
     def dim_of_update(self, variable: Variable) -> int | None:
-        """The dimension along which replicas divide a weight's update; None: not.
+        """The dimension along which replicas divide a weight's update, if any.
 
-        The slots of a weight, which have its shape, are split along the same.
+        The weight's slots are split along the same dimension.
         """
         return self.dim_in(
             self.of_slot(variable.path, tuple(variable.shape), variable.aggregation)
         )
 
     def dim_in(self, spec: PartitionSpec) -> int | None:
-        """The dimension that a layout splits over the replicas."""
+        """The dimension that a layout splits over the replicas, if any."""
         for dim, names in enumerate(spec):
             if names == self.axis_name:
                 return dim
@@ -103,8 +102,10 @@ class Layouts:
             for dim, size in enumerate(shape)
             if names[dim] is None and size % self.num_devices == 0
         ]
-        is_sharable = aggregation in _SHARABLE and math.prod(shape) >= FEWEST_ELEMENTS
-        if not (is_split and is_sharable and free) or self.num_devices == 1:
+        can_split = (
+            aggregation in _SPLIT_AGGREGATIONS and math.prod(shape) >= FEWEST_ELEMENTS
+        )
+        if not (is_split and can_split and free) or self.num_devices == 1:
             return spec
         # The largest dimension that can be split over the replicas.
         names[max(free, key=lambda dim: shape[dim])] = self.axis_name

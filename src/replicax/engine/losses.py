@@ -1,4 +1,7 @@
-"""Losses that add up to the global batch's when the replicas' gradients are summed."""
+"""Losses of replicas that sum to the loss of the global batch.
+
+A replica's summand is called its *share* of the loss.
+"""
 
 import operator
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ __all__ = [
 
 _SHARE = "replicax_share"
 _LINEAR = ("add", "add_any", "sub", "neg", "mul", "div", "convert_element_type", "name")
-"""Primitives by which scalars that are shares of losses make another one."""
+"""Primitives whose result is a share of a loss if an operand is one."""
 
 
 def compute_average_loss(
@@ -45,8 +48,7 @@ def compute_average_loss(
         per_example_loss: `Float[Array, "b ..."]`, this replica's examples.
         sample_weight: Weights to multiply with: a scalar, `[b]`, or of the same rank.
         global_batch_size: `B`; by default `b` times the number of replicas.
-        num_replicas: By default that of the replica or strategy in whose context this
-            is called, 1 outside any.
+        num_replicas: By default the number of the strategy in scope; 1 outside.
 
     Returns:
         A scalar of the losses' dtype, float32 for integers.
@@ -67,7 +69,7 @@ def compute_average_loss(
             f"{caller}: per_example_loss is a scalar, expected one loss per example, "
             "[b] or [b, ...]. Create the Keras loss with reduction=None."
         )
-    # Types are said, as the user's settings may allow no promotion.
+    # Cast explicitly, since the user may have disabled promotion.
     is_inexact = jnp.issubdtype(loss.dtype, jnp.inexact)
     dtype = loss.dtype if is_inexact else jnp.dtype(jnp.float32)
     # Half-precision losses are summed in single precision: large batches overflow.
@@ -113,32 +115,29 @@ def scale_regularization_loss(
 
 
 def _share_scale() -> float:
-    """The factor on losses in `fit`, which averages gradients instead of summing."""
+    """The factor on losses in `fit`, which averages gradients in place of summing."""
     context = current_context()
     return 1 if context is None else context.loss_scale
 
 
 def declare_share(loss: jax.Array) -> jax.Array:
-    """State that a loss is a share: its sum over replicas is that of the global batch.
-
-    In `fit`, where gradients are averaged, it is a share times their number.
-    """
+    """Mark a loss as a share, for `is_share`. In `fit` losses are not shares."""
     context = current_context()
-    is_share = context is not None and context.loss_scale < context.num_counted
-    return checkpoint_name(loss, _SHARE) if is_share else loss
+    sums = context is not None and context.loss_scale < context.num_counted
+    return checkpoint_name(loss, _SHARE) if sums else loss
 
 
 def is_share(value: ArrayLike) -> bool:
-    """Whether a scalar is such a loss, or made of some by sums and factors.
+    """Whether a scalar is a share of a loss, or a linear combination of shares.
 
     Raises:
-        ContextError: If a function that is compiled by itself has made it, into which
-            one cannot look.
+        ContextError: If it comes from a function that JAX compiled separately, such as
+            by `jax.jit`.
     """
-    return jnp.ndim(value) == 0 and _is_made_of_shares(value)
+    return jnp.ndim(value) == 0 and _depends_on_shares(value)
 
 
-def _is_made_of_shares(value: object) -> bool:
+def _depends_on_shares(value: object) -> bool:
     equation = equation_of(innermost(value))
     if equation is None:
         return False
@@ -153,11 +152,11 @@ def _is_made_of_shares(value: object) -> bool:
         raise ContextError(
             "keras.metrics.Mean: got a scalar from a function that JAX compiled or "
             "transformed by itself, such as with jax.jit, in which a loss is computed. "
-            "If the scalar is a loss, each replica has a share of it: pass the whole, "
+            "If the scalar is a loss, each replica has a share of it: pass the sum, "
             "rx.get_replica_context().all_reduce('sum', loss). If it is another value, "
             "pass its mean, all_reduce('mean', value)."
         )
-    return name in _LINEAR and any(map(_is_made_of_shares, equation.in_tracers))
+    return name in _LINEAR and any(map(_depends_on_shares, equation.in_tracers))
 
 
 def current_num_replicas() -> int:
@@ -178,7 +177,7 @@ def _num_replicas(num_replicas: int | None, caller: str) -> float:
 def _checked_size(
     size: SupportsIndex | jax.Array, dtype: DTypeLike, caller: str
 ) -> int | jax.Array:
-    """`size` as a divisor. A traced one cannot be checked, and may be zero."""
+    """`size` as a divisor; the value of a traced size cannot be checked."""
     if isinstance(size, Tracer):
         if size.ndim or not jnp.issubdtype(size.dtype, jnp.integer):
             raise TypeError(
@@ -204,7 +203,7 @@ def _checked_size(
 def _fitting_weight(
     sample_weight: ArrayLike, loss: jax.Array, caller: str
 ) -> jax.Array:
-    """The weights with the losses' rank, so that they broadcast as meant."""
+    """The weights with the losses' rank, so that they broadcast along examples."""
     weight = jnp.asarray(sample_weight, loss.dtype)
     shape = weight.shape
     if weight.ndim == loss.ndim + 1 and weight.shape[-1] == 1:

@@ -1,4 +1,4 @@
-"""The replica context: collectives and the optimizer seam, in a replica function."""
+"""The replica context: collectives and the optimizer's seam in a replica function."""
 
 import contextlib
 import dataclasses
@@ -38,13 +38,14 @@ Grad: TypeAlias = jax.Array | None
 
 @dataclasses.dataclass
 class ModelTrace:
-    """The facts about a Keras model that its step notes while it is traced.
+    """Facts about a Keras model, recorded while its step is traced.
 
     Attributes:
-        batch: The replica's rows of a batch that the replicas share, as in `fit`; None
-            where each has batches of its own, as in estimators.
-        computes_in_float16: Whether a layer does; see `engine.float16`.
-        has_odd_outputs: Whether a loss got outputs whose shape may be of pairs of rows.
+        batch: This replica's rows of a global batch, as in `fit`; None where each
+            replica has batches of its own, as in estimators.
+        computes_in_float16: Whether a layer computes in float16; see `engine.float16`.
+        has_odd_outputs: Whether a loss got outputs that may hold pairs of rows, by
+            their shape.
         is_in_metric: Whether a metric is being updated.
         is_per_example: Whether a loss declared `per_example` is being computed.
         metrics_of_whole: Names of metrics computed from the rows of all replicas.
@@ -87,16 +88,16 @@ class ReplicaContext(CountedReplicas):
         num_active: int | None = None,
         divides_updates: bool = False,
     ) -> None:
-        """Make a context; only programs do.
+        """Make a context, as programs do.
 
         Args:
             group: The replicas.
-            gradient_op: How the optimizer seam combines gradients: SUM in custom loops,
-                MEAN in `fit`.
+            gradient_op: How optimizers combine gradients: SUM in custom loops, MEAN in
+                `fit`.
             num_active: Only the first `num_active` replicas hold examples of this batch
                 and count; the others compute on copies. None: all do.
-            divides_updates: Whether updates are made after the replicas' part, each
-                device its block.
+            divides_updates: Whether updates follow the replicas' part of the program,
+                divided between the devices.
         """
         super().__init__(group, gradient_op, num_active)
         self.strategy = group.strategy
@@ -104,10 +105,9 @@ class ReplicaContext(CountedReplicas):
         self.blocked = BlockedValues(group.axis)
         self.model = ModelTrace()
         self.has_trained = False
-        # Ids of variables that all replicas give the same value, though their
-        # aggregation is "sum".
+        # Ids of variables of aggregation "sum" to which all replicas assign one value.
         self.mirrored_sums: set[int] = set()
-        # Ids of variables whose values in replicas are summands of a sum.
+        # Ids of variables whose values on replicas are summands.
         self.summands: set[int] = set()
         self._applying = False
 
@@ -131,8 +131,8 @@ class ReplicaContext(CountedReplicas):
 
         Returns:
             The same pytree, combined element by element. With 2 replicas that hold 1.0
-            and 3.0, SUM gives 4.0 and MEAN 2.0 on both. In `fit` and its like, replicas
-            that hold no examples of a batch which does not divide are left out.
+            and 3.0, SUM gives 4.0 and MEAN 2.0 on both. In `fit`, `evaluate` and
+            `predict`, replicas without examples of a batch are left out.
 
         Raises:
             ContextError: Outside the function that this context belongs to.
@@ -154,8 +154,8 @@ class ReplicaContext(CountedReplicas):
         Args:
             value: A pytree of arrays of rank 1 or more, of equal shape on all replicas.
             axis: Dimension to concatenate along: `[b, d]` gives `[R*b, d]` for 0.
-            drop_copies: Whether to leave out replicas that hold copies, since the
-                batch does not divide: with them, `[R*b, d]` has more rows than the
+            drop_copies: Whether to leave out replicas that hold copies, where the
+                batch does not divide. With copies, `[R*b, d]` has more rows than the
                 global batch.
 
         Raises:
@@ -163,7 +163,6 @@ class ReplicaContext(CountedReplicas):
             ValueError: For scalars or an unknown axis.
         """
         self._check("all_gather")
-
         require_dense(value, "ReplicaContext.all_gather")
 
         def gather(x: ArrayLike) -> jax.Array:
@@ -174,11 +173,11 @@ class ReplicaContext(CountedReplicas):
                     f"value of shape {x.shape}, rank {x.ndim}."
                     + ("" if x.ndim else " Use x[None] to gather scalars.")
                 )
-            num_kept = self._num_active if drop_copies else None
             whole = self._group.concatenated(x, axis)
-            if num_kept is None:
+            if not drop_copies or self._num_active is None:
                 return whole
-            return lax.slice_in_dim(whole, 0, x.shape[axis] * num_kept, axis=axis)
+            num_rows = x.shape[axis] * self._num_active
+            return lax.slice_in_dim(whole, 0, num_rows, axis=axis)
 
         return jax.tree.map(gather, value)
 
@@ -192,21 +191,16 @@ class ReplicaContext(CountedReplicas):
 
         Args:
             merge_fn: Gets the strategy and each array argument as a `PerReplica` of all
-                replicas' values; it may call `strategy.reduce`. What it returns goes to
-                every replica, a returned `PerReplica` to each its own entry.
+                replicas' values; it may call `strategy.reduce`. Every replica gets its
+                result, and of a `PerReplica` its own entry.
             args: Positional arguments, pytrees of arrays.
             kwargs: Keyword arguments, likewise.
 
         Raises:
             ContextError: Outside the function that this context belongs to.
-            TypeError: If `merge_fn` is no function or `args` no tuple.
+            TypeError: If `args` is no tuple.
         """
         self._check("merge_call")
-        if not callable(merge_fn):
-            raise TypeError(
-                f"ReplicaContext.merge_call: merge_fn must be callable; got "
-                f"{merge_fn!r}."
-            )
         if not isinstance(args, tuple | list):
             raise TypeError(
                 "ReplicaContext.merge_call: args must be a tuple or list; got a "
@@ -228,7 +222,7 @@ class ReplicaContext(CountedReplicas):
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
-        """Enter the context of a single replica, which has all rows at hand."""
+        """Enter the context of a single replica that has all rows."""
         context = self
         if self.num_replicas_here > 1:
             context = ReplicaContext(self._group.alone(), gradient_op=self._gradient_op)
@@ -249,7 +243,7 @@ class ReplicaContext(CountedReplicas):
         grads = [densified(x, "optimizer.apply") for x in grads]
         group = self._group
         if self._gradient_op is ReduceOp.SUM and group.num_replicas > 1:
-            # A mean of equal values, as `fit` makes, changes nothing.
+            # Only for sums: a mean of equal gradients, as in `fit`, is that gradient.
             warn_of_combined(grads, group.num_replicas)
         total = sum_gradients(
             list(grads),
@@ -257,10 +251,10 @@ class ReplicaContext(CountedReplicas):
             group.axis,
             group.communication,
             dims=dims,
-            # After the user's hook, which may add something to what does not count.
+            # After the user's hook, which may change gradients that do not count.
             on_device=lambda own: self._group.sum_on_device(self.counted(own)),
             weights=weights,
-            # Gathers of new weights follow the updates where replicas hold them whole.
+            # Where replicas hold whole weights, gathers follow the updates.
             updates_are_last=self.gathers_weights,
         )
         if self._gradient_op is ReduceOp.MEAN:
@@ -273,34 +267,34 @@ class ReplicaContext(CountedReplicas):
         grads: Sequence[Grad],
         weights: Sequence[jax.Array],
     ) -> T:
-        """The optimizer seam: combine `grads`, then call `apply(grads, weights)`.
+        """Combine `grads` over the replicas, then call `apply(grads, weights)`.
 
-        An optimizer that wraps another (loss scaling) comes through here twice; only
-        the outer call combines, before any decision is taken on the gradients.
+        An optimizer that wraps another (loss scaling) calls this twice; only the outer
+        call combines, so that the wrapper decides on combined gradients.
 
         Args:
             apply: Makes the update.
-            grads: This replica's gradients; None for a variable without.
-            weights: What is updated. `apply` gets the same values, for XLA to use at
-                another time.
+            grads: This replica's gradients; None for a variable without gradient.
+            weights: The weights to update. `apply` gets the same values, some of which
+                wait for their gradient's sum.
         """
         if self._applying:
             return apply(list(grads), weights)
         self._applying = True
         try:
             weights = list(weights)
-            knows_all = len(weights) == len(grads)  # Else the optimizer complains.
+            fits = len(weights) == len(grads)  # If not, the optimizer raises.
             combined = self._combined_gradients(
-                grads, [None] * len(grads), weights if knows_all else None
+                grads, [None] * len(grads), weights if fits else None
             )
             return apply(declare_mirrored(combined), weights)
         finally:
             self._applying = False
 
     def note_mirrored(self, variables: Sequence[Variable]) -> None:
-        """Record variables that are no sums: all replicas assign the same value.
+        """Record variables to which all replicas assign the same value.
 
-        Such as what an optimizer updates, and the state of a metric of the whole batch.
+        Such as an optimizer's variables, and the state of a metric of the whole batch.
         """
         self.mirrored_sums |= {id(v) for v in variables if v.aggregation == "sum"}
 
@@ -315,14 +309,14 @@ class ReplicaContext(CountedReplicas):
         variables: Sequence[Variable],
         grads: Sequence[Grad],
     ) -> Update:
-        """The seam where updates are made later: `grads` become results.
+        """Make the combined gradients results of the program, for an update after it.
 
-        Of a gradient whose update replicas divide, each one's result is its block.
+        Where replicas divide a variable's update, each replica's result is its block.
 
         Args:
-            optimizer: Has the update to make; built.
-            variables: What it trains.
-            grads: This replica's gradients; None for a variable without.
+            optimizer: The optimizer of the update; built.
+            variables: Its trainable variables.
+            grads: This replica's gradients; None for a variable without gradient.
         """
         dims = [self._group.layouts.dim_of_update(v) for v in variables]
         combined = [
@@ -338,7 +332,7 @@ class ReplicaContext(CountedReplicas):
                 f"optimizer.apply: none of {without} has a gradient. Does the loss "
                 "depend on them?"
             )
-        if without:  # Keras says the same where it makes updates.
+        if without:  # As Keras warns.
             warnings.warn(
                 f"Gradients do not exist for variables {without} when minimizing the "
                 "loss. Does the loss depend on them?",

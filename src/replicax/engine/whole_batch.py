@@ -1,8 +1,8 @@
 """Losses and metrics of the whole batch, which each replica computes from all rows.
 
-A replica gathers the rows of all replicas and computes as one device would. Only its
-own rows have a gradient there: summed over the replicas, these gradients are those of
-one device, and the backward pass sends nothing.
+A replica gathers the rows of all replicas and computes as one device would. Gradients
+reach its own rows only, so the backward pass communicates nothing; summed over the
+replicas, they are the gradients of one device.
 """
 
 import functools
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax import lax
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from replicax._private.keras import attach_masks, current_scope, masks_of
@@ -22,9 +21,7 @@ from replicax.engine.composites import require_dense
 from replicax.engine.losses import declare_share
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_call, current_context
-from replicax.engine.values import is_per_replica
 from replicax.engine.variables import ChildScope
-from replicax.errors import ContextError
 
 __all__ = [
     "MOST_BYTES",
@@ -37,7 +34,7 @@ __all__ = [
 ]
 
 MOST_BYTES = 2**28
-"""Losses and metrics gather more than this only if `whole_batch` says so: 256 MB."""
+"""Losses and metrics gather more bytes only if declared `whole_batch`: 256 MB."""
 
 _ROWS = "_replicax_rows"
 
@@ -45,29 +42,29 @@ F = TypeVar("F", bound=Callable[..., PyTree])
 
 
 def whole_batch(fn: F) -> F:
-    """A loss or metric that each replica computes from the rows of all replicas.
+    """Compute a loss or metric on each replica from the rows of all replicas.
 
-    Losses and metrics given to `compile` are computed so unless they are known to be
-    sums or means over rows; there, this lifts the limit of 256 MB on what is gathered.
-    In a step of one's own it is what contrastive, ranking and overlap losses need.
+    `compile` treats losses and metrics so unless they are known to be sums or means
+    over rows; there, this declaration lifts the limit of 256 MB on gathered arrays. In
+    a custom step, contrastive, ranking and overlap losses need it.
 
     Args:
-        fn: Takes arrays whose first dimension is that of the rows, `[b, ...]`, and
-            pytrees of them; gets `[B, ...]` of the global batch, without the copies
-            that fill up a batch which the replicas do not divide. It returns a scalar,
-            such as a loss, or nothing, such as the `update_state` of a metric. It may
-            be a `keras.losses.Loss`; or a `keras.metrics.Metric`, for `compile` only,
-            which is returned itself.
+        fn: A function of pytrees of arrays. The result takes a replica's rows,
+            `[b, ...]`; `fn` gets all rows of the global batch, `[B, ...]`, without the
+            copies that fill a batch which does not divide. It returns a scalar, such as
+            a loss, or nothing, such as a metric's `update_state`. It may be a
+            `keras.losses.Loss`; or, for `compile` only, a `keras.metrics.Metric`, which
+            is returned itself.
 
     Returns:
         A function of the same arguments. In `fit` and `evaluate` it returns the loss of
         the whole batch. In `strategy.run`, where gradients are summed, it returns this
-        replica's share: `1 / R` of the loss, as Keras' losses do there. Its gradients,
-        combined by `optimizer.apply`, are those of one device.
+        replica's share: `1 / R` of the loss, as Keras' losses do there.
+        `optimizer.apply` combines its gradients to those of one device. Outside a step
+        it calls `fn`.
 
     Raises:
         TypeError: If `fn` cannot be called.
-        ContextError: If the function is called with arrays outside a step.
         ValueError: If the function is called in a step and an argument has no rows, or
             `fn` returns an array that is not a scalar.
 
@@ -93,7 +90,6 @@ def whole_batch(fn: F) -> F:
     def of_all_rows(*args: PyTree, **kwargs: PyTree) -> PyTree:
         context = current_context()
         if context is None:
-            _require_trace(fn, (args, kwargs))
             return fn(*args, **kwargs)
         return computed_whole(context, name_of(fn), fn, args, kwargs)
 
@@ -105,8 +101,8 @@ def whole_batch(fn: F) -> F:
 def per_example(fn: F) -> F:
     """Declare that a loss or metric treats each example by itself.
 
-    Replicas then keep their own rows, and nothing is gathered. Without it, a loss or
-    metric of your own that `compile` is given gets the rows of all replicas.
+    Each replica then computes it from its own rows, and nothing is gathered. Without
+    this declaration, `compile` gives a custom loss or metric the rows of all replicas.
 
     Args:
         fn: A loss function of `(y_true, y_pred)`, `[b, ...]`, that returns one value
@@ -115,8 +111,7 @@ def per_example(fn: F) -> F:
             state is a sum over examples.
 
     Returns:
-        `fn` itself if it is a `Loss` or `Metric`, otherwise a function that does the
-        same.
+        `fn` itself if it is a `Loss` or `Metric`, otherwise a function that calls it.
 
     Raises:
         TypeError: If `fn` cannot be called.
@@ -145,7 +140,7 @@ def per_example(fn: F) -> F:
 
 
 def require_per_example(fn: object, values: PyTree) -> None:
-    """Raise if a loss or metric that was declared `per_example` returned a scalar."""
+    """Raise if a loss or metric declared `per_example` returned a scalar."""
     if _rank(values) == 0:
         raise ValueError(
             f"{current_call()}: {name_of(fn)} is declared rx.losses.per_example, but "
@@ -201,18 +196,17 @@ def computed_whole(
             "Reduce it over the rows, such as with ops.mean; if its values belong to "
             "one example each, use rx.losses.per_example."
         )
-    # Gradients of rows have the factor R already; see `_gathered`.
+    # `_gathered` multiplies gradients of rows by R.
     scale = context.loss_scale / context.num_counted
     return declare_share(result if scale == 1 else result * scale)
 
 
 def _rows_of_all(context: ReplicaContext, tree: PyTree) -> PyTree:
-    """Rows `[b, ...]` of each replica that counts, one after another `[B, ...]`."""
+    """The rows `[b, ...]` of all replicas that count, joined to `[B, ...]`."""
     masks = [
         None if mask is None else context.all_gather(mask, 0, drop_copies=True)
         for mask in masks_of(tree)
     ]
-
     require_dense(tree, current_call())
 
     def rows(x: ArrayLike) -> jax.Array:
@@ -228,11 +222,11 @@ def _rows_of_all(context: ReplicaContext, tree: PyTree) -> PyTree:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _gathered(own: jax.Array, context: ReplicaContext) -> jax.Array:
-    """The rows of all replicas, copies too; gradients come to `own` only.
+    """The rows of all replicas, copies too; gradients reach `own` only.
 
-    The optimizer averages gradients in `fit`, and shares of losses have the factor `1 /
-    R` where it sums them. To be the whole gradient of this replica's rows, its gradient
-    is multiplied by R here: weights that the loss reads directly must not have it.
+    The optimizer averages gradients in `fit`; where it sums them, shares of losses have
+    the factor `1 / R`. So the gradient of this replica's rows is multiplied by R here,
+    and the gradients of weights that the loss reads directly are not.
     """
     return context.all_gather(own, 0)
 
@@ -243,7 +237,7 @@ def _(
 ) -> tuple[jax.Array, jax.Array]:
     (own,), (tangent,) = primals, tangents
     rows = _gathered(own, context)
-    # A number's own type: a tangent keeps that of its array.
+    # Cast the number: a tangent keeps its array's dtype.
     tangent = tangent * jnp.asarray(context.num_counted, tangent.dtype)
     start = context.replica_id_here * own.shape[0]
     return rows, lax.dynamic_update_slice_in_dim(
@@ -254,7 +248,7 @@ def _(
 def _require_rows(
     context: ReplicaContext, name: str, tree: PyTree, most_bytes: float
 ) -> None:
-    """Raise for arguments of other sizes than the rows, and for too many bytes."""
+    """Raise for arguments that do not have the batch's rows, and for too many bytes."""
     leaves = jax.tree.leaves(tree)
     shapes = [tuple(x.shape) for x in leaves]
     batch = context.model.batch
@@ -263,18 +257,12 @@ def _require_rows(
         raise ValueError(
             f"{current_call()}: {name} is computed from the rows of all replicas, but "
             f"got arrays of shapes {shapes}"
-            + (
-                f" for {len(batch[0])} rows of the batch on each replica"
-                if batch
-                else ""
-            )
+            + (f" for {len(batch[0])} rows on each replica" if batch else "")
             + ". Give all of them one row for each example, and the rest in a closure, "
             "such as with functools.partial; or, if it treats each row by itself, "
             "declare so with rx.losses.per_example(fn)."
         )
-    num_bytes = context.num_counted * sum(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+    num_bytes = context.num_counted * sum(x.size * x.dtype.itemsize for x in leaves)
     if num_bytes > most_bytes:
         raise ValueError(
             f"{current_call()}: {name} is not known to be a mean or sum over examples, "
@@ -301,15 +289,3 @@ def _require_callable(fn: object, caller: str) -> None:
             f"rx.losses.{caller}: fn must be a function, a keras.losses.Loss or a "
             f"keras.metrics.Metric; got {fn!r}."
         )
-
-
-def _require_trace(fn: object, tree: PyTree) -> None:
-    """Raise outside a step, unless Keras or JAX traces one device's."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
-    if any(isinstance(x, Tracer | keras.KerasTensor) for x in leaves):
-        return
-    raise ContextError(
-        f"rx.losses.whole_batch({name_of(fn)}): called outside a step, where there are "
-        "no replicas to gather rows of. Call it in a function that strategy.run runs, "
-        "or give it to compile; here, call the function itself."
-    )

@@ -79,7 +79,7 @@ def plan_sums(
         bytes_per_pack: The most bytes in a bucket; a larger gradient is alone.
         num_packs: Without `bytes_per_pack`: the number of buckets; 0 or 1: not asked.
     """
-    sizes = {i: g.nbytes for i, g in reversed(grads.items()) if g.size}
+    sizes = {i: g.nbytes for i, g in reversed([*grads.items()]) if g.size}
     dtypes = {i: g.dtype for i, g in grads.items()}
     origins = origins_of(grads) if axis.overlaps else {}
     deferred: dict[int, int] = {}

@@ -1,7 +1,6 @@
-"""Finds the products in a trace that gradients are made of.
+"""Finds the products of matrices, or convolutions, that compute gradients in a trace.
 
-`buckets` orders the gradients by the products that they wait for, and has some products
-made later.
+`buckets` orders gradients by the products that they depend on, and defers some.
 """
 
 import dataclasses
@@ -20,9 +19,9 @@ class Origin:
     """The origin of a gradient in the backward pass.
 
     Attributes:
-        depth: Length of the longest chain of products that it waits for.
-        product: Name of the product or convolution that makes it; empty: none does.
-            Nothing else needs that one, so that it may be made later.
+        depth: Length of the longest chain of products that the gradient depends on.
+        product: Name of the product or convolution that computes the gradient, and
+            nothing else, so that it may be deferred; empty: none.
     """
 
     depth: int = 0
@@ -52,7 +51,7 @@ def origins_of(grads: Mapping[int, jax.Array]) -> dict[int, Origin]:
 
 
 def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
-    """Add the depth of an equation, and of all that it waits for."""
+    """Add the depths of an equation and of all equations that it depends on."""
     stack = [last]  # Not recursive: a chain may have thousands.
     while stack:
         equation = stack[-1]
@@ -76,11 +75,11 @@ def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
 def path_to_product(
     value: jax.Array, most: int = 8
 ) -> list[tuple[TracedEquation, int]]:
-    """The equations between a value and the product that it is, last one first.
+    """The equations from a value back to the product that computes it.
 
-    Casts, changes of layout and elementwise operations, such as the addition of a
-    regularizer's gradient: each with the number of the input that leads on. Empty where
-    there is no product.
+    In between are casts, changes of layout and elementwise operations, such as the
+    addition of a regularizer's gradient. Each equation has the number of the input that
+    leads to the product. Empty where there is no product.
     """
     equation = equation_of(value)
     if equation is None or most == 0:
