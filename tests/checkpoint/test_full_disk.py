@@ -209,7 +209,7 @@ def test_a_server_logs_failed_snapshots_rarely(disk: Path, caplog, monkeypatch) 
             assert not snapshots._try_to_write(store)
         assert sum("no snapshot could be" in r.getMessage() for r in caplog.records) < 6
         snapshots.mark_done()  # A failed mark is no error.
-        assert "before another job uses it" in caplog.records[-1].getMessage()
+        assert "before the next job" in caplog.records[-1].getMessage()
         filler.unlink()
         assert snapshots._try_to_write(store)
     assert "after 10 that failed" in caplog.text

@@ -66,4 +66,4 @@ def test_a_closure_of_a_killed_chief_changes_nothing(tmp_path, loses_a_server):
     assert found["iterations"] == 4
     for counted in (*found["dense"], *found["tables"]):
         assert counted == {"applied": 4, "lost": 0}
-    assert "worker:1 gives up" in results["worker:1"].output
+    assert "worker:1 drops" in results["worker:1"].output

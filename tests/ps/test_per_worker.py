@@ -33,7 +33,7 @@ def test_only_the_newest_and_those_in_use_are_kept():
     gc.collect()
     assert sources.own(kept.per_worker_number) == [7]
     assert next(sources.own(40)) == 7
-    with pytest.raises(rx.ClusterMismatchError, match="value 1, and this task's scri"):
+    with pytest.raises(rx.ClusterMismatchError, match="value 1; this task's scri"):
         sources.own(1)
     with pytest.raises(rx.ClusterMismatchError, match="value 41"):
         sources.own(41)

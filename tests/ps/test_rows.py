@@ -375,7 +375,7 @@ def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, cap
     timers[0].join()
     assert len(runs) > 1
     np.testing.assert_array_equal(found, expected)
-    assert "the step is computed again when it is back" in caplog.text
+    assert "The step is retried when the server is back" in caplog.text
     rows.await_pushes(rows.push(["words"]))
     # The gradients of the run that failed do not count.
     np.testing.assert_allclose(expected - everything(rows)[1:3], 0.5, atol=1e-6)

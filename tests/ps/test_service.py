@@ -286,7 +286,7 @@ def test_actions_of_the_board_and_the_store(created):
     for name in ("board.state", "board.load_state", "board.__init__", "os.system", ""):
         with pytest.raises(ServerRefused, match="there is no action"):
             created.call(name)
-    with pytest.raises(ServerRefused, match="do not fit"):
+    with pytest.raises(ServerRefused, match="are invalid"):
         created.call("board.alive", surplus=1)
     with pytest.raises(ServerRefused, match="no worker 'nobody'") as caught:
         created.call("board.join", worker="nobody", session="a")

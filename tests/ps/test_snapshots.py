@@ -168,7 +168,7 @@ def test_the_thread_writes_after_so_many_updates(tmp_path) -> None:
         assert found.state["meta"]["groups"][0]["version"] == 4
         assert found.board == {"board": 1}
         push(store, 5)
-        with pytest.raises(RuntimeError, match="they are written already"):
+        with pytest.raises(RuntimeError, match="already started"):
             snapshots.start(store)
     assert snapshots.restore().state["meta"]["groups"][0]["version"] == 5
 
@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_changed_is_no_failure_of_a_done_job(
     snapshots = Snapshots(tmp_path, 0)
     (snapshots.folder / "wal").mkdir(parents=True)  # It cannot be unlinked.
     snapshots.mark_done()
-    assert f"Delete {snapshots.folder} before another job uses it" in caplog.text
+    assert f"Delete {snapshots.folder} before the next job" in caplog.text
 
 
 def test_the_end_of_a_failed_job_is_not_written(tmp_path) -> None:

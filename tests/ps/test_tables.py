@@ -95,7 +95,7 @@ def test_rows_differ_and_depend_on_the_seed():
 @pytest.mark.parametrize(
     ("initializer", "message"),
     [
-        ("glorot_uniform", "'GlorotUniform', which looks at the whole table"),
+        ("glorot_uniform", "'GlorotUniform', which needs the whole table"),
         (keras.initializers.Constant([1.0, 2.0]), "takes one number"),
     ],
 )

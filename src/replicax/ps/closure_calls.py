@@ -1,8 +1,8 @@
-"""Closures: the chief packs and schedules them, workers run them, errors return.
+"""How the chief sends closures and workers run them; how their scripts stay in step.
 
 All tasks run the same script. Each call of the coordinator's `join`, `done` and `fetch`
 is a synchronization point, and so is a `schedule` that raises: the chief decides the
-outcome, and the other tasks follow. A wait times out only if no closure makes progress.
+call's outcome, and the call returns or raises the same in the other tasks.
 """
 
 import itertools
@@ -53,7 +53,7 @@ _KEPT_BYTES = 16 * 2**20
 _FAMILY = 64  # The board keeps the 64 newest keys of a family.
 
 NOT_DONE: JSONObject = {"done": False}
-"""The outcome of a `done` that is false; not recorded, as scripts poll `done`."""
+"""The outcome of a `done` that is false; not published, because scripts poll `done`."""
 
 _Result = TypeVar("_Result")
 _logger = logging.getLogger("replicax")
@@ -84,8 +84,8 @@ def _as_seen_by_user(
 class ClosureOwner:
     """The closures that the chief has scheduled.
 
-    `unknown` maps the id of each closure without a known outcome to its result and to
-    the results that it needs.
+    `unknown` has the closures without a known outcome: by id, a closure's result and
+    the results of other closures among its arguments.
     """
 
     def __init__(self, session: Session) -> None:
@@ -98,7 +98,7 @@ class ClosureOwner:
     def pack(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> tuple[JSON, list[RemoteValue]]:
-        """Serialize arguments as JSON values; list the pending results among them."""
+        """Serialize arguments as JSON; also return the unknown results among them."""
         needs: list[RemoteValue] = []
 
         def mark(value: PyTree) -> JSONObject | None:
@@ -130,7 +130,7 @@ class ClosureOwner:
             need.num_users += 1
 
     def collect(self) -> list[JSON]:
-        """Poll the board for outcomes; return the finished closures' metric deltas."""
+        """Poll the board for outcomes; return changes of metrics by the closures."""
         ids = list(itertools.islice(self.unknown, _FETCHED_AT_ONCE))
         if not ids and not self._to_forget:
             return []
@@ -153,7 +153,7 @@ class ClosureOwner:
     def _record_outcome(self, id: str, outcome: Outcome) -> None:
         result, needs = self.unknown.pop(id)
         self._failed = outcome.error or self._failed
-        why = "the closure was cancelled, since another one has failed"
+        why = "the closure was cancelled, because another closure has failed"
         result.outcome = _as_seen_by_user(outcome, why, self._failed)
         for need in needs:
             need.num_users -= 1
@@ -162,11 +162,11 @@ class ClosureOwner:
 
 
 class ScriptSync:
-    """Synchronization points of a script, in order, and progress of closures meanwhile.
+    """The synchronization points of a script, and the progress of closures.
 
-    `passed` counts the points that this task's script has passed. `scheduled` counts
-    its calls of `schedule` since the last point. `has_moved` becomes true when a
-    closure makes progress.
+    `passed` counts the points that this task's script has passed, `scheduled` its calls
+    of `schedule` since the last point. `has_moved` becomes true when a closure makes
+    progress.
     """
 
     def __init__(self, session: Session) -> None:
@@ -174,7 +174,7 @@ class ScriptSync:
         self.scheduled = 0
         self.has_moved = False
         self._session = session
-        self._known = {"starts": 0, "points": 0}  # Of the chief.
+        self._chief = {"starts": 0, "points": 0}  # The last known position.
         self._kept: deque[tuple[str, int]] = deque()
         self._looked = 0.0
         self._pending = Pending()
@@ -182,7 +182,7 @@ class ScriptSync:
             self._publish_position()
 
     def publish(self, record: JSONObject) -> None:
-        """On the chief: publish the outcome of the next synchronization point."""
+        """On the chief, publish the outcome of the next synchronization point."""
         if record != NOT_DONE:
             key = self._key(self._session.starts)
             self._put(key, record)
@@ -193,16 +193,16 @@ class ScriptSync:
         self._publish_position()
 
     def outcome(self, at: str | None = None) -> JSONObject | None:
-        """On other tasks: the next point's outcome; None until the chief has passed it.
+        """In other tasks, the next point's outcome; None until the chief passes it.
 
-        If there is an outcome, advance this script past the point; with `at`, only if
+        If there is an outcome, advances this script past the point; with `at`, only if
         the point is a call of that method.
         """
-        if self._known["points"] <= self.passed:
-            self._known = self._session.board("get", key=_POSITION) or self._known
-        if self._known["points"] <= self.passed:
+        if self._chief["points"] <= self.passed:
+            self._chief = self._session.board("get", key=_POSITION) or self._chief
+        if self._chief["points"] <= self.passed:
             return None
-        record = self._session.board("get", key=self._key(self._known["starts"]))
+        record = self._session.board("get", key=self._key(self._chief["starts"]))
         record = record or NOT_DONE
         if at is None or record.get("at") == at:
             self._pass()
@@ -214,7 +214,7 @@ class ScriptSync:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The position in the script, for a call of `schedule`."""
+        """This script's position: points passed, and calls of `schedule` since."""
         return self.passed, self.scheduled
 
     def _key(self, starts: int) -> str:
@@ -231,7 +231,7 @@ class ScriptSync:
     # Closures.
 
     def look(self) -> None:
-        """Poll the board: a change of its counts is progress."""
+        """Poll the board's unfinished closures: a change of them is progress."""
         before = self._pending
         self._pending = self._session.board("pending")
         self.has_moved |= self._pending != before
@@ -251,7 +251,7 @@ class ScriptSync:
             )
 
     def start_rare_check(self) -> bool:
-        """Start a rare check if the last was a second ago; return whether it starts."""
+        """Start a check, at most one a second; return whether it starts."""
         now = time.monotonic()
         is_due = now - self._looked >= _LOOK_SECONDS
         if is_due:
@@ -259,9 +259,9 @@ class ScriptSync:
         return is_due
 
     def until(self, poll: Callable[[], _Result | None], what: str) -> _Result:
-        """Poll until there is a true result; progress restarts the deadline.
+        """Poll until the result is true; progress of a closure restarts the timeout.
 
-        Raises `ClusterError` if nothing happens for the step deadline.
+        Raises `ClusterError` after the step timeout without progress.
         """
 
         def result_or_progress() -> _Result | ScriptSync | None:
@@ -283,7 +283,7 @@ class ScriptSync:
         others = session.workers[1:]
         alive = [name for name in session.board("alive") if name in others]
         if alive:
-            return f"{listed(alive)} (which did not take any)"
+            return f"{listed(alive)} (without a function)"
         return f"any of {listed(others)} (none is alive)"
 
 
@@ -312,9 +312,9 @@ class ClosureWorker:
         self._sources = sources
         self._postponed: Taken | None = None
         self._trained_last: str | None = None
-        # Apart from the script's random numbers, which are the same in all tasks.
+        # The script's own random numbers are the same in all tasks.
         self.random_numbers = random_numbers
-        self.newest = (0, 0)  # Newest `ScriptSync.place` of its closures.
+        self.newest = (0, 0)  # The greatest `ScriptSync.place` of its closures.
 
     def run_one(self) -> bool:
         """Run one queued closure, if there is one; return whether it ran."""
@@ -350,7 +350,7 @@ class ClosureWorker:
                 raise
             self._trained_last = None
             _logger.warning(
-                "%s gives up %s: the chief that scheduled it was killed or replaced. "
+                "%s drops %s: the chief that scheduled it was killed or replaced. "
                 "Servers ignore the function's further updates.",
                 self._session.name,
                 closure.function,
@@ -362,13 +362,14 @@ class ClosureWorker:
         """Run a closure; return its value or the error that it raised."""
         name = closure.function
         try:
-            # The chief's script does not create these objects nor count their names.
+            # Only this task creates the closure's objects, so their names must not
+            # change the names of the script's objects.
             with internals.names_counted_apart():
                 return {"value": self._value_of(name, closure.payload["call"])}
         except ClusterError:
-            raise  # Not the closure's own error: another worker reruns the closure.
+            raise  # Not the closure's own error: another worker retries the closure.
         except SystemExit as error:
-            if error.code != ExitCode.RETRY:  # Another worker would exit as well.
+            if error.code != ExitCode.RETRY:  # A retry would exit as well.
                 description = self._describe(error, name)
                 self._session.once("result", id=closure.id, error=description)
             raise
@@ -423,7 +424,7 @@ class ClosureWorker:
                 return outcome
             if self._home.num_closures < _MAX_NESTED and outcome.status == "queued":
                 # Its worker has died. The closure is first in the queue, and all
-                # workers may wait for the result, so this worker must run it.
+                # workers may wait for its result. So this worker runs it.
                 self.run_one()
             return None
 

@@ -3,10 +3,10 @@
 - Variables that training steps change, such as weights, are in groups on the servers.
   The chief creates groups but runs no closures, so workers request groups by
   `GroupRequests`. The script builds all models in every task.
-- Each process has its own metrics. A closure's result carries their changes to the
-  chief, and the chief sends the totals to all tasks.
-- Each other variable becomes a group of its own when a closure first assigns it.
-  Workers add their changes to that group.
+- Each process has its own metrics. A closure's result carries the changes of metrics to
+  the chief, and the chief sends the totals to all tasks.
+- Any other variable becomes a group of its own when a closure first assigns it. Workers
+  add their changes to that group.
 """
 
 import logging
@@ -37,13 +37,13 @@ _logger = logging.getLogger("replicax")
 class ClosureVariables:
     """Variables that closures change and training steps do not.
 
-    - Variables with aggregation `"sum"`, such as those of metrics: a worker reports how
-      a closure changed the worker's variable. The chief adds the change to its own
-      variable, once per closure.
-    - Others, such as a step counter: servers store the variable after a closure first
-      assigns it. A worker adds its change there, and fetches the newest value before
-      its next closure. So the changes of all workers count, and the chief and later
-      closures see them.
+    - Metrics, the variables with aggregation `"sum"`: a worker reports how a closure
+      has changed its variable. The chief adds the change to its own variable, once per
+      closure.
+    - Other variables, such as a step counter: servers store the variable after a
+      closure first assigns it. A worker adds its change there, and pulls the newest
+      value before its next closure. So the chief and later closures see the changes of
+      all workers.
     """
 
     def __init__(self, remote: RemoteVariables, labels: Labels) -> None:
@@ -57,7 +57,7 @@ class ClosureVariables:
         """Record all values before a closure runs.
 
         Args:
-            is_fresh: Whether the values are current; otherwise they are fetched first.
+            is_fresh: Whether the values are current; otherwise they are pulled first.
         """
         for group in () if is_fresh else self._remote.assigned:
             group.pull()
@@ -65,7 +65,7 @@ class ClosureVariables:
         self._before = {label: _value(v) for label, v in self._candidates()}
 
     def send_changes(self) -> list[Any]:
-        """Send changes since `record` to the servers; return those of metrics."""
+        """Send changes since `record` to the servers; return changes of metrics."""
         changes = []
         for label, variable in self._candidates():
             before, now = self._before.get(label), _value(variable)
@@ -86,9 +86,9 @@ class ClosureVariables:
         if variable.dtype == "bool":
             self._warn_once(
                 label,
-                "a function has assigned the bool variable %r, which stays on this "
-                "worker: servers add up changes, and truth values have no sum. Make it "
-                "an int32 variable.",
+                "a function has assigned the bool variable %r. The value stays on this "
+                "worker: servers add up changes, and bools have no sum. Use an int32 "
+                "variable.",
             )
             return
         group = self._remote.connect_assigned(variable, before)
@@ -110,7 +110,7 @@ class ClosureVariables:
                 yield label, variable
 
     def add(self, changes: list[Any]) -> None:
-        """On the chief: add closures' changes of metrics."""
+        """On the chief, add closures' changes to its own metrics."""
         totals: dict[Label, np.ndarray] = {}
         for path, number, change in changes:
             label = (path, number)
@@ -150,16 +150,16 @@ def _value(variable: Variable) -> jax.Array:
 
 
 def _wide(value: jax.Array) -> np.ndarray:
-    """Copy a value to the host, in a type wide enough for sums of many."""
+    """Copy a value to the host, in a dtype wide enough for sums of many values."""
     host = np.asarray(value)
     kind = np.float64 if np.issubdtype(host.dtype, np.inexact) else np.int64
     return host.astype(kind)
 
 
 class _GroupRequest(msgspec.Struct):
-    """A worker's request for a group; labels name its variables.
+    """A worker's request for a group; `variables` has the labels of its variables.
 
-    `numbers` are the labels of its optimizer's iterations and learning rate.
+    `numbers` are the labels of the optimizer's iterations and learning rate.
     """
 
     group: VariableGroup
@@ -191,7 +191,7 @@ class GroupRequests:
         variables: Sequence[keras.Variable],
         count: keras.Variable | None,
     ) -> str:
-        """Name a group by its contents, whatever the order of requests."""
+        """Name a group after its contents, so that all tasks use the same name."""
         named = variables if count is None else [*variables, count]
         return f"{label} {digest(repr([self._labels.of(v) for v in named]), 4)}"
 
@@ -201,11 +201,11 @@ class GroupRequests:
         variables: Sequence[keras.Variable],
         numbers: Sequence[keras.Variable | None],
     ) -> bool:
-        """Request a group from the chief, once.
+        """Request a group from the chief, unless it was requested before.
 
-        `numbers` are the optimizer's iterations and learning rate, where these are
+        `numbers` are the optimizer's iterations and learning rate, if they are
         variables. Returns False if an earlier request already has some of the moving
-        statistics; this task then adopts the group of that request.
+        statistics; this task has then adopted the group of that request.
         """
         of = self._labels.of
         request = _GroupRequest(

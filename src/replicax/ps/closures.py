@@ -84,12 +84,13 @@ class _Closure(msgspec.Struct, kw_only=True):
 
 
 class Closures(msgspec.Struct, kw_only=True):
-    """The closures of a job: queued, running, and finished ones that are not forgotten.
+    """The closures of a job; finished closures are kept until the chief forgets them.
 
     If a worker dies, its closure returns to the front of the queue. After
     `1 + max_retries` attempts the closure fails. An error cancels the queued closures
     and is reported once; then closures may be scheduled again. `generation` counts
-    these errors; an error of a closure of an earlier generation is not reported.
+    these errors. Closures that were scheduled before such an error belong to an earlier
+    generation: their errors are not reported.
     """
 
     max_retries: int = 3
@@ -202,7 +203,7 @@ class Closures(msgspec.Struct, kw_only=True):
         self.num_bytes -= self.known.pop(id).size
 
     def release(self, worker: str, *, died: bool) -> None:
-        """Requeue a worker's closures; if it `died`, this counts as an attempt."""
+        """Requeue the closures that a worker runs; count an attempt if it `died`."""
         mine = [id for id, holder in self.running.items() if holder == worker]
         # In reverse: inserting each at the front keeps their order.
         for id in reversed(mine):
@@ -217,7 +218,7 @@ class Closures(msgspec.Struct, kw_only=True):
                 del self.running[id]
                 _logger.warning(
                     "%s is gone while it ran %s (%s). The function is retried; servers "
-                    "do not apply its earlier updates again.",
+                    "do not apply the updates of the first attempt again.",
                     worker,
                     closure.function,
                     id,
@@ -229,8 +230,8 @@ class Closures(msgspec.Struct, kw_only=True):
         """Resume in a restarted server: requeue closures that ran at the snapshot.
 
         A worker may have reported a result after the snapshot, and does not report it
-        again, so the closure must rerun. A worker that still runs a closure may report
-        the result until another worker takes the closure.
+        again, so the closure must be retried. A worker that still runs a closure may
+        report the result until another worker takes the closure.
         """
         running = [id for id in self.known if id in self.running]
         for id in running:
@@ -239,7 +240,7 @@ class Closures(msgspec.Struct, kw_only=True):
         self.running = {}
 
     def disown(self, owner: str) -> None:
-        """Drop all closures of a process that has ended, also running closures."""
+        """Drop all closures, also running ones, of an owner whose process has ended."""
         self.queue = [i for i in self.queue if self.known[i].owner != owner]
         for id in [i for i, c in self.known.items() if c.owner == owner]:
             self.running.pop(id, None)
@@ -248,7 +249,7 @@ class Closures(msgspec.Struct, kw_only=True):
             self.error = None
 
     def raise_if_failed(self) -> dict[str, str] | None:
-        """Return an error that was not reported yet, once; otherwise None."""
+        """Return the error that was not reported yet, if any, and mark it reported."""
         error, self.error = self.error, None
         return error
 
@@ -284,12 +285,12 @@ class Closures(msgspec.Struct, kw_only=True):
 
 
 def _given_up(closure: _Closure) -> dict[str, str]:
-    """The error of a closure that failed since its workers died."""
+    """The error of a closure that failed because its workers died."""
     return {
         "type": "ClusterError",
         "message": (
             f"{closure.function!r} ({closure.id}) was tried "
-            f"{len(closure.died_with)} times and its worker died each time: "
+            f"{len(closure.died_with)} times, and each time its worker died: "
             f"{', '.join(closure.died_with)}"
         ),
         "traceback": "",

@@ -48,16 +48,16 @@ class ClusterCoordinator:
     The script is the same in every task and makes the same calls. The chief schedules
     functions and waits in `join`, `done` and `fetch`; in these calls the other workers
     run the functions, one at a time. The calls return or raise the same in every task,
-    so loops and branches that depend on them go the same way. A chief that is the only
-    worker runs the functions itself. (TF:
+    so loops and branches that depend on them agree. A chief that is the only worker
+    runs the functions itself. (TF:
     `tf.distribute.experimental.coordinator.ClusterCoordinator`.)
 
     Args:
-        strategy: The strategy under which the model is built. A strategy has one
-            coordinator, which a second call returns again.
+        strategy: The strategy under which the model is built. A second call for the
+            same strategy returns the same coordinator.
 
     Raises:
-        TypeError: If `strategy` is no `ParameterServerStrategy`.
+        TypeError: If `strategy` is not a `ParameterServerStrategy`.
         ContextError: In an evaluator.
 
     Example:
@@ -67,7 +67,7 @@ class ClusterCoordinator:
     """
 
     def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
-        """The strategy's coordinator, if it has one."""
+        """Return the strategy's coordinator, or a new one if it has none."""
         existing = getattr(strategy, "coordinator", None)
         return super().__new__(cls) if existing is None else existing
 
@@ -107,22 +107,22 @@ class ClusterCoordinator:
         """Queue a function for the next free worker, without waiting.
 
         If a worker dies, its function is retried on another worker. Variable updates
-        of the failed attempt stay and are not applied again.
+        of the first attempt stay, and the retry does not apply them again.
 
         Args:
             fn: The function. It must be the same in all tasks, and may use the script's
                 objects: the strategy, models, optimizers, metrics.
             args: Its arguments: numbers, texts, arrays, and lists, tuples and dicts of
-                them, at most 3 MiB. In place of per-worker values and `RemoteValue`s,
-                the function gets its own worker's value and the results.
+                them, at most 3 MiB. For a per-worker value the function gets the value
+                of its worker, for a `RemoteValue` the result.
             kwargs: Keyword arguments, likewise.
 
         Returns:
             A handle of the result.
 
         Raises:
-            Exception: The error of an earlier function. It is raised once; queued
-                functions are cancelled.
+            Exception: The error of an earlier function, which has cancelled the queued
+                functions. It is raised once.
             TypeError: For an argument that cannot be sent.
         """
         self._require_outside("schedule")
@@ -158,11 +158,10 @@ class ClusterCoordinator:
         Afterwards variables and metrics have the newest values in all tasks.
 
         Raises:
-            Exception: The first error of a function: of its own type if that is a
-                builtin exception, else a `ClosureError`. Its notes have the traceback.
-                Queued functions were cancelled.
-            ClusterError: If there is no progress for the `step` seconds of the
-                strategy's `timeouts`.
+            Exception: The first error of a function, which has cancelled the queued
+                functions. It has the same type if that is a builtin exception, else it
+                is a `ClosureError`. Its notes have the traceback.
+            ClusterError: If no function makes progress for `timeouts.step` seconds.
             NotImplementedError: If functions have trained a variable with two
                 optimizers since the last `join`.
         """
@@ -178,7 +177,7 @@ class ClusterCoordinator:
 
         In tasks other than the chief, this runs functions until the chief's result of
         the same call is known. So `while not coordinator.done():` works; keep its body
-        short, as all tasks run it.
+        short, because all tasks run it.
 
         Raises:
             Exception: As `join`.
@@ -199,7 +198,7 @@ class ClusterCoordinator:
         """Wait for results.
 
         Args:
-            val: A `RemoteValue`, or lists, tuples and dicts of them.
+            val: A `RemoteValue`, or lists, tuples and dicts of `RemoteValue`s.
 
         Returns:
             The same structure with the results, at most 3 MiB in all, as NumPy arrays.
@@ -232,17 +231,17 @@ class ClusterCoordinator:
         """Create a dataset on each worker.
 
         Args:
-            dataset_fn: Returns a dataset: any iterable, such as a result of
-                `strategy.experimental_distribute_dataset`. Each worker calls it when a
-                function first needs it; a restarted worker calls it again. An
-                argument, if any, is an `rx.InputContext` with the number of workers
-                that run functions, and this worker's index. `dataset_fn` may also be a
-                dataset, which each worker uses unchanged.
+            dataset_fn: A function that returns a dataset: any iterable, such as a
+                result of `strategy.experimental_distribute_dataset`. Each worker calls
+                it when a scheduled function first needs the dataset, and again after a
+                restart. If it has a parameter, it gets an `rx.InputContext` with the
+                number of workers that run functions, and this worker's index.
+                `dataset_fn` may also be a dataset, which each worker uses unchanged.
 
         Returns:
-            The datasets. Pass `iter` of them to `schedule` as an argument; the function
-            gets its worker's own iterator. Datasets should repeat: at the end, `next`
-            raises `StopIteration`, and the function fails.
+            The datasets. Pass `iter` of the result to `schedule` as an argument; the
+            function gets its worker's own iterator. Datasets should repeat: at the end,
+            `next` raises `StopIteration`, and the function fails.
         """
         return PerWorkerValues(
             self._sources,
@@ -289,7 +288,8 @@ class ClusterCoordinator:
         error = self._session.once("raise_if_failed")
         self.strategy.servers.refresh()
         twice = self.strategy.servers.remote.trained_twice()
-        is_alone = len(self._session.workers) == 1  # It has both optimizers' values.
+        # A chief without workers has the values of both optimizers.
+        is_alone = len(self._session.workers) == 1
         if error is None and twice is not None and not is_alone:
             error = error_of("NotImplementedError", twice)
         done = {"done": True} if at == "done" else {}
@@ -327,7 +327,7 @@ class ClusterCoordinator:
     def _await_chief(self) -> None:
         """Run closures until the chief has scheduled as many as this script.
 
-        A script that schedules until an error stops it never calls `join`.
+        For scripts without `join`, which schedule until an error is raised.
         """
 
         def poll() -> JSONObject | None:
@@ -343,7 +343,7 @@ class ClusterCoordinator:
             raise error_from_json(record["error"])
 
     def _follow(self, at: str) -> JSONObject:
-        """Run closures until the chief has passed this point; return its outcome."""
+        """Run closures until the chief's outcome of this call is known; return it."""
 
         def poll() -> JSONObject | None:
             record = self._script_sync.outcome()
@@ -351,7 +351,7 @@ class ClusterCoordinator:
                 self._run_one()
             return record
 
-        # Threads that read ahead for iterators draw random numbers between closures.
+        # Iterators' threads may draw random numbers between closures, too.
         with self._worker.random_numbers:
             record = self._script_sync.until(poll, f"coordinator.{at}")
         if "sums" in record:
@@ -364,7 +364,7 @@ class ClusterCoordinator:
             raise ClusterMismatchError(
                 f"{self._session.name}: the chief called coordinator.{record['at']} "
                 f"where this task calls coordinator.{at}. All tasks must run the same "
-                "script, and depend on nothing but what the coordinator returns."
+                "script, with branches that depend only on the coordinator's results."
             )
         if at == "fetch" and "values" not in record:
             self._serve_to_the_end()
@@ -386,8 +386,8 @@ class ClusterCoordinator:
     def _serve_to_the_end(self) -> NoReturn:
         """Run closures until the job ends: this script cannot follow the chief's."""
         _logger.warning(
-            "%s is so far behind the chief that what it fetched is not kept any more. "
-            "From here on it only runs closures.",
+            "%s is so far behind the chief that a result which the chief has fetched "
+            "is no longer kept. From now on it only runs closures.",
             self._session.name,
         )
         while True:
@@ -402,7 +402,7 @@ def _checked(strategy: object) -> Session:
         )
     if strategy.session is None:
         raise ContextError(
-            "ClusterCoordinator: this is an evaluator, which runs no functions and "
-            "schedules none. Make one on chief and workers only."
+            "ClusterCoordinator: this is an evaluator, which neither runs nor "
+            "schedules functions. Create a coordinator on chief and workers only."
         )
     return strategy.session

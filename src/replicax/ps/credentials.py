@@ -22,8 +22,8 @@ TLS_ROOT = "REPLICAX_PS_TLS_ROOT"
 
 _LEAST_CHARACTERS = 16
 _HOW = (
-    "Make one with replicax.ps.credentials.new_token() and give the same one to every "
-    f"task of the cluster: its text in {TOKEN}, or the path of a file in {TOKEN_FILE}. "
+    "Create a token with replicax.ps.credentials.new_token() and set it in every task "
+    f"of the cluster: its text in {TOKEN}, or the path of a file in {TOKEN_FILE}. "
     "`replicax run` does this by itself."
 )
 
@@ -40,7 +40,7 @@ def new_token() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """The token of a cluster and, where it uses TLS, certificates.
+    """The token of a cluster and, for TLS, certificates.
 
     Attributes:
         token: At least 16 visible ASCII characters. `repr` does not show it.
@@ -48,7 +48,7 @@ class Credentials:
         tls_key: The certificate's private key, PEM.
         tls_root: The certificates that workers trust, PEM. None: no TLS or, with
             `tls_certificate`, the certificates that the machine trusts.
-        source: Where the token comes from, for errors.
+        source: The origin of the token, for errors.
 
     Raises:
         ValueError: If the token is too short or has other characters, or if only one
@@ -94,7 +94,7 @@ class Credentials:
         return self.tls_certificate is not None or self.tls_root is not None
 
     def accepts(self, token: str) -> bool:
-        """Compare a caller's token in constant time."""
+        """Whether a caller's token is right; compared in constant time."""
         return hmac.compare_digest(
             self.token.encode(), token.encode("utf-8", "replace")
         )
@@ -103,8 +103,8 @@ class Credentials:
         """Error text for a task whose token differs from a server's."""
         return (
             f"{server} refuses {caller}, whose token differs from the server's; "
-            f"it comes from {self.source}. Give all tasks of the cluster the same "
-            "token, and restart those that had another."
+            f"it comes from {self.source}. Set the same token in all tasks of the "
+            "cluster, and restart the tasks that had another token."
         )
 
     @classmethod
@@ -169,8 +169,8 @@ def _read(path: str, name: str, *, secret: bool) -> bytes:
             if secret and os.name == "posix" and mode & 0o007:
                 raise PermissionError(
                     f"{name} names {path!r}, which every user of this machine may "
-                    f"read (mode {mode:04o}). Forbid it: chmod 600 {path}, and make a "
-                    "new one if the machine is not yours alone."
+                    f"read (mode {mode:04o}). Run chmod 600 {path}, and create a new "
+                    "token or key if others use the machine."
                 )
             return file.read(1 << 20)
     except FileNotFoundError as error:

@@ -1,9 +1,9 @@
 """`Embedding`: a table of vectors that may lie on parameter servers, row by row.
 
-On servers the layer has no variable of the table's size. The step looks rows up by a
-callback on the host, and its backward pass collects the rows' gradients by another. A
-variable of one element, the anchor, ties both callbacks to the step: the program must
-compute the rows' gradients to compute the anchor's gradient.
+On servers the layer has no variable of the table's size. A callback on the host looks
+up the step's rows, and another callback in the backward pass collects the rows'
+gradients. A variable of one element, the anchor, ties both callbacks to the step: the
+program must compute the rows' gradients to compute the anchor's gradient.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ __all__ = ["Embedding"]
 Regularizer = str | JSONObject | keras.regularizers.Regularizer
 Constraint = str | JSONObject | keras.constraints.Constraint
 
-# Whole numbers up to here are exact in float32.
+# float32 represents all whole numbers up to this one.
 _EXACT_FLOATS = 2**24
 
 
@@ -42,7 +42,7 @@ class _RemoteTable:
     spec: TableSpec
 
     def pull(self, ids: np.ndarray) -> np.ndarray:
-        """Rows for ids of any shape, each row fetched once."""
+        """Rows for ids of any shape; each distinct row is fetched once."""
         spec = self.spec
         flat = check_ids(ids.ravel(), spec.num_rows, f"Embedding {spec.name!r}")
         distinct, place = np.unique(flat, return_inverse=True)
@@ -50,7 +50,7 @@ class _RemoteTable:
         return rows[place].reshape(*ids.shape, spec.dim)
 
     def collect(self, ids: np.ndarray, gradients: np.ndarray) -> None:
-        """Collect gradients for ids of any shape, summed over equal ids."""
+        """Collect gradients for ids of any shape; sums them over equal ids."""
         flat = ids.ravel().astype(np.int64)
         rows = sum_duplicates(flat, gradients.reshape(len(flat), self.spec.dim))
         self.source.collect(self.spec.name, *rows)
@@ -63,12 +63,12 @@ class Embedding(keras.layers.Embedding):
     In the scope of a `ParameterServerStrategy` the table lies on the servers, row by
     row. A step pulls the rows of its batch only and pushes only their gradients, so no
     worker holds the table. Rows are updated lazily: a row that is not in the batch
-    keeps its value and its optimizer state. The layer has one variable there, the
-    anchor of shape `(1,)`, which stays zero. Saved models have no rows of such a table;
-    the servers' snapshots do. The layer's name is the table's: layers of one name share
-    the table, with the initializer and seed of the first.
+    keeps its value and its optimizer state. The layer's only variable is then the
+    anchor of shape `(1,)`, which stays zero. Saved models do not contain the rows of
+    such a table; the servers' snapshots do. Layers of the same name share a table, with
+    the initializer and seed of the first layer.
 
-    Elsewhere it is `keras.layers.Embedding` in all respects.
+    Elsewhere the layer behaves exactly as `keras.layers.Embedding`.
 
     Args:
         input_dim: Number of rows.
@@ -83,8 +83,8 @@ class Embedding(keras.layers.Embedding):
         **kwargs: Other arguments of `keras.layers.Embedding`.
 
     Raises:
-        ValueError: For sizes below 1; on servers when it is built, for options that
-            need the whole table.
+        ValueError: For sizes below 1. On servers, when the layer is built, for options
+            that need the whole table.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -175,7 +175,7 @@ class Embedding(keras.layers.Embedding):
             if self.input_dim > _EXACT_FLOATS:
                 raise ValueError(
                     f"Embedding {self.name!r}: got ids of dtype {dtype}, which cannot "
-                    f"tell {self.input_dim} rows apart. Make them int32, and say so in "
+                    f"represent {self.input_dim} different ids. Use int32 ids, and "
                     "keras.Input(shape, dtype='int32')."
                 )
             inputs = keras.ops.cast(inputs, "int32")
@@ -183,28 +183,29 @@ class Embedding(keras.layers.Embedding):
         if isinstance(anchor, Tracer) or isinstance(ids, Tracer):
             rows = _lookup(self._table, current_context())(anchor, ids)
         else:
-            # No callback: JAX raises a callback's error again when the process ends.
+            # Without a callback: JAX would raise its error again at the process' end.
             rows = self._table.pull(np.asarray(ids))
         return keras.ops.cast(rows, self.compute_dtype)
 
     def save_own_variables(self, store: dict[str, np.ndarray]) -> None:
-        """As in Keras; nothing of a table on servers."""
+        """As in Keras; saves nothing of a table on servers."""
         if self._table is None:
             super().save_own_variables(store)
 
     def load_own_variables(self, store: dict[str, np.ndarray]) -> None:
-        """As in Keras; nothing of a table on servers.
+        """As in Keras; loads nothing into a table on servers.
 
         Raises:
-            ValueError: If only one of the layer and the saved layer has its rows here.
+            ValueError: If the saved layer had its table on servers and this layer has
+                not, or the other way round.
         """
         has_rows = bool(len(store.keys()))
         if self._table is None:
             if self.built and not has_rows:
                 raise ValueError(
                     f"Embedding {self.name!r}: the saved layer had its rows on "
-                    "parameter servers, and there are none to load here. Load it in "
-                    "the scope of a ParameterServerStrategy."
+                    "parameter servers, so the saved weights have none. Load it in the "
+                    "scope of a ParameterServerStrategy."
                 )
             super().load_own_variables(store)
         elif has_rows:
@@ -229,22 +230,22 @@ class Embedding(keras.layers.Embedding):
             if value is not None:
                 raise ValueError(
                     f"Embedding {self.name!r}: {option} needs the whole table, but its "
-                    "rows go to parameter servers. Leave it out."
+                    "rows lie on parameter servers. Leave it out."
                 )
         ids = jax.dtypes.canonicalize_dtype(np.int64)
         if self.input_dim > np.iinfo(np.int32).max and ids != np.int64:
             raise ValueError(
-                f"Embedding {self.name!r}: input_dim={self.input_dim} is more than "
-                "ids of 32 bits can index. Set jax_enable_x64."
+                f"Embedding {self.name!r}: input_dim={self.input_dim} needs ids of "
+                "more than 32 bits. Set jax_enable_x64."
             )
 
 
 def _tables() -> "RemoteTables | None":
-    """The client of tables of the current strategy's home; None if it has none."""
+    """The current strategy's client of tables; None if it has no servers."""
     context = current_context()
     strategy = current_strategy() if context is None else context.strategy
     home = None if strategy is None else strategy.home
-    return getattr(home, "rows", None)  # Only the home of servers has it.
+    return getattr(home, "rows", None)  # Only `ServerHome` has `rows`.
 
 
 def _seed_of(initializer: object) -> int:
@@ -252,8 +253,8 @@ def _seed_of(initializer: object) -> int:
     seed = getattr(initializer, "seed", 0)
     if not isinstance(seed, int):
         raise ValueError(
-            f"Embedding: embeddings_initializer has seed={seed!r}; rows on parameter "
-            "servers need a number. Pass Embedding(..., seed=1)."
+            f"Embedding: embeddings_initializer has seed={seed!r}; for rows on "
+            "parameter servers it must be an int. Pass Embedding(..., seed=1)."
         )
     return seed
 
@@ -261,10 +262,10 @@ def _seed_of(initializer: object) -> int:
 def _lookup(
     table: _RemoteTable, context: ReplicaContext | None
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A differentiable `(anchor, ids) -> rows` for one place in a step."""
+    """Return a differentiable function `(anchor, ids) -> rows`."""
 
     def failed(error: Exception) -> None:
-        if context is None:  # No replica waits for this one.
+        if context is None:  # No other replica waits in a collective.
             raise error
         table.source.fail(error)
 
@@ -306,9 +307,9 @@ def _lookup(
 def _own_share(
     context: ReplicaContext | None, gradients: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """This replica's summand of the step's gradient, and whether it has one.
+    """Scale a replica's gradients so that their sum over replicas is the step's.
 
-    The sum over all replicas is the gradient that the optimizer would apply.
+    Also returns whether this replica counts in the step.
     """
     if context is None:
         return gradients, jnp.asarray(True)

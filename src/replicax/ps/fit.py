@@ -1,8 +1,8 @@
 """`fit` on parameter servers: workers take the steps of an epoch from a work queue.
 
 Every worker iterates over the data in the same order and trains on the batches that it
-has claimed. So each batch is trained on once, by whichever worker is free. The epoch
-ends for all workers when all batches are claimed.
+has claimed. So one worker trains on each batch: the next free worker. The epoch ends
+for all workers when all batches are claimed.
 """
 
 import itertools
@@ -41,7 +41,7 @@ _NEWEST = "the newest fit"
 
 
 class WorkQueueFit:
-    """A worker's part in the script's `number`-th `fit`, which has a work queue."""
+    """This worker's part in a `fit`, the `number`-th of the script."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class WorkQueueFit:
         self._number = number
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first epoch of this `fit`.
-        self._end = 0  # The epoch after the last one.
+        self._end = 0  # The epoch after the last epoch.
         self._batches = EpochBatches(self._data.adapter, self._data.steps_per_epoch)
-        self._stops = False  # Whether a worker stopped in the middle of the epoch.
+        self._stops = False  # Whether a worker stops the training in this epoch.
         self._ready: list[PlacedBatch] = []
         self._source: BatchIterator | None = None  # Of this epoch.
         # A distributed dataset yields this worker's batches only.
@@ -76,8 +76,8 @@ class WorkQueueFit:
     def begin(self, first: int, end: int) -> int:
         """Wait for the other workers; return the first epoch, which the chief decides.
 
-        A restarted worker begins in the current epoch of the others. If this `fit` has
-        already ended, it returns `end`, and the model gets the trained values.
+        A restarted worker begins in the other workers' current epoch. If this `fit` has
+        already ended, returns `end`, and the model gets the trained values.
         """
         self._end = end - self._fit.first_epoch
         self._epoch = self._agree_on_epoch(first - self._fit.first_epoch)
@@ -88,10 +88,10 @@ class WorkQueueFit:
         return self._fit.first_epoch + self._epoch
 
     def _agree_on_epoch(self, first: int) -> int:
-        """The workers' current or first epoch."""
+        """The epoch in which this worker begins: the other workers' current epoch."""
         session = self._session
         newest = session.board("get", key=_NEWEST) or 0
-        if newest > self._number:  # This worker is late, or was restarted.
+        if newest > self._number:  # This worker is slow, or was restarted.
             _logger.warning(
                 "%s: %s has already ended: other workers have begun the next fit. The "
                 "model gets the trained values, and the history is empty.",
@@ -100,8 +100,8 @@ class WorkQueueFit:
             return self._end
         if session.is_chief:
             session.board("put", key=_NEWEST, value=self._number, first=False)
-            session.board("put", key=self._epoch_key, value=first)  # Once.
-        # No worker trains while the script of another one still uses the old values.
+            session.board("put", key=self._epoch_key, value=first)
+        # No worker trains while another worker's script still uses the old values.
         session.barrier(f"fit begin/{self._number}")
         return session.get(self._epoch_key, f"the first epoch of {self._name}")
 
@@ -119,8 +119,8 @@ class WorkQueueFit:
             self._own if self._has_own_data else self._claimed,
             "waiting for the first batch",
         )
-        # Batches are not prefetched: some tickets are leased only when earlier ones are
-        # finished. Each step is dispatched alone, as servers apply its update.
+        # Batches are not prefetched: some steps are leased only after earlier steps are
+        # finished. Each step is dispatched alone, because servers apply its update.
         self._source = BatchIterator(
             source,
             self._strategy.group,
@@ -149,10 +149,7 @@ class WorkQueueFit:
         """Do nothing: `steps` ends with the data."""
 
     def _adopt_values(self) -> None:
-        """Pull the trained values, in an epoch in which this worker makes no step.
-
-        It may not have connected to the model's groups yet.
-        """
+        """Write the trained values into the model, without a step of this worker."""
         batch = self._batches.any()
         if batch is None:
             return
@@ -162,10 +159,10 @@ class WorkQueueFit:
     def end_epoch(self, logs: PyTree) -> PyTree:
         """Wait until all updates of the epoch are applied; sum metrics, pull values.
 
-        Logs that no metric computes are averaged over the workers' last values.
+        Returns the logs. Those without a metric are averaged over the workers.
         """
         self._home.settle()
-        if self._model.stop_training:  # In the middle of the epoch.
+        if self._model.stop_training:  # A callback has stopped the epoch.
             self._leases.stop()
         steps = steps_of(self._model, self._strategy, "train")
         other_logs = jax.tree.map(np.asarray, steps.own_logs(logs))
@@ -174,7 +171,7 @@ class WorkQueueFit:
         return steps.logs_now(logs, other_logs)
 
     def _combine_with_others(self, logs: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Sum the metrics of all workers; return the means of their logs."""
+        """Sum the metrics of all workers; return the means of the workers' `logs`."""
         self._leases.finish_applied()
         metrics = self._model.metrics_variables
         topic = f"{self._name}/metrics/{self._epoch}"
@@ -191,12 +188,12 @@ class WorkQueueFit:
         for variable, value in zip(metrics, totals, strict=True):
             variable.assign(value)
         self._home.refresh()
-        # No worker begins the next epoch before all have the values of this one.
+        # No worker begins the next epoch before all have the values of this epoch.
         self._session.barrier(f"{self._name}/values of epoch/{self._epoch}")
         return logs
 
     def _summed(self, topic: str) -> JSON:
-        """On the chief: sum metrics, average logs, record whether a worker stops."""
+        """On the chief, sum metrics and average logs; see whether a worker stops."""
         reports = self._session.board("reports", topic=topic).values()
         self._stops = any(report["stop"] for report in reports)
         values = [json_codec.decode(report["values"]) for report in reports]
@@ -214,7 +211,7 @@ class WorkQueueFit:
         """End this worker's part, also after an error."""
         self._home.fit_metrics = None
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):  # No `sys.excepthook` is called for it.
+        if isinstance(error, SystemExit):  # Python calls no `sys.excepthook` for it.
             self._session.record_exit(error.code)
 
     def after_epoch(self) -> None:
@@ -229,7 +226,7 @@ class WorkQueueFit:
             f"epoch {self._epoch} of {self._name}",
             lambda: not (self._stops or self._model.stop_training),
         )
-        if is_chief:  # For workers that are restarted in the meantime.
+        if is_chief:  # For workers that are being restarted.
             value = self._end if self._model.stop_training else self._epoch
             self._session.board("put", key=self._epoch_key, value=value, first=False)
 
@@ -269,7 +266,7 @@ class WorkQueueFit:
         # All workers must shuffle in the same order.
         random_state.restore(json_codec.decode(chief["random"]))
         if not self._session.is_chief:
-            self._home.refresh_values()  # The chief may have assigned some.
+            self._home.refresh_values()  # The chief may have assigned values.
         self._home.begin_epoch(chief["steps"])
         self._stops = False
         self._batches.begin(chief["iteration"])
@@ -291,8 +288,8 @@ class WorkQueueFit:
             if index is None:
                 return
             if self._batches.has_passed(index):
-                # A restarted server may lease a finished step again, but data are read
-                # forward only.
+                # A restarted server may lease a finished step again, but this worker
+                # has already read past its batch.
                 self._leases.finish_last()
                 continue
             batch = self._batches.at(index)
@@ -308,7 +305,7 @@ class WorkQueueFit:
             if self._leases.claim() is None:
                 return
             batch = self._batches.next()
-            if batch is None:  # No other worker has batches for these tickets.
+            if batch is None:  # No other worker has batches for these steps.
                 self._leases.finish_unused()
                 return
             self._leases.last_index = step
@@ -344,9 +341,9 @@ def _refuse_stateful(model: keras.Model) -> None:
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise NotImplementedError(
                 f"fit: layer {layer.name!r} of model {model.name!r} has stateful=True: "
-                "it begins each batch with the state after the previous batch, which "
-                "another worker of the ParameterServerStrategy may have trained on. "
-                "Use one worker, give each worker data of its own by strategy."
+                "it begins each batch with the state after the previous batch. With "
+                "ParameterServerStrategy another worker may have trained on that "
+                "batch. Use one worker, create data for each worker with strategy."
                 "distribute_datasets_from_function, or pass the state from step to "
                 "step, with return_state=True and initial_state."
             )

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# They update each element from that element's gradient, value and state only.
+# These update an element only from its own gradient, value and state.
 ELEMENTWISE = (
     keras.optimizers.SGD,
     keras.optimizers.Adagrad,
@@ -44,13 +44,13 @@ ELEMENTWISE = (
 
 
 def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether rows of a variable may be updated apart from its other rows.
+    """Whether some rows of a variable may be updated without its other rows.
 
-    False for Adafactor, Lamb and Muon, which need whole variables. False for subclasses
-    of Keras' optimizers, which may. False if a server clips by `clipnorm`, which is for
-    whole variables.
+    False for Adafactor, Lamb and Muon, which need whole variables, and for subclasses
+    of Keras' optimizers, which might need them. False if a server clips by `clipnorm`,
+    the norm of a whole variable.
     """
-    # Looked up by name: Keras has this class since 3.14.
+    # Looked up by name: Keras has this class only since 3.14.
     free = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
     steppers = _steppers(optimizer)
     if not clips_on_worker(optimizer) and any(stepper.clipnorm for stepper in steppers):
@@ -59,11 +59,11 @@ def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def can_spread(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether each variable may be updated apart from the others, on other servers.
+    """Whether the variables may be updated separately, on several servers.
 
     False if a server clips by the norm of all gradients, as with gradient accumulation
-    or in a MultiOptimizer. False also if a class outside Keras overrides a method that
-    may mix variables: any but those of `_ONE_BY_ONE`.
+    or in a MultiOptimizer. Also False if a class outside Keras overrides a method that
+    might mix variables: any method that is not in `_ONE_BY_ONE`.
     """
     if not all(map(_is_one_by_one, _steppers(optimizer))):
         return False
@@ -73,7 +73,7 @@ def can_spread(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 _ONE_BY_ONE = {"build", "from_config", "get_config", "update_step"}
-"""Methods that a user's optimizer may override without mixing variables."""
+"""Methods of an optimizer that handle one variable at a time, or none."""
 
 
 def _is_one_by_one(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -103,20 +103,20 @@ def optimizer_rule(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> JSONObject:
-    """Serialize an optimizer, without its state, as a group's rule in JSON values.
+    """Serialize an optimizer, without its state, as a group's rule: JSON values.
 
     The rule has the current learning rate and iterations, and the indices of variables
-    that `exclude_from_weight_decay` named. `variables` are in the group's order.
+    that `exclude_from_weight_decay` excludes. `variables` are in the group's order.
 
     Raises:
-        ValueError: If the optimizer cannot be built elsewhere, or scales its loss
-            dynamically.
+        ValueError: If the optimizer cannot be rebuilt from its config, or scales its
+            loss dynamically.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "optimizer_rule: LossScaleOptimizer cannot run on parameter servers: each "
-            "would look for overflow in its own variables only, and workers would not "
-            "know the loss scale. Use the mixed_bfloat16 policy, or "
+            "server would look for overflow in its own variables only, and workers "
+            "would not know the loss scale. Use the mixed_bfloat16 policy, or "
             "compile(auto_scale_loss=False) and the optimizer's loss_scale_factor."
         )
     try:
@@ -146,11 +146,11 @@ def optimizer_rule(
 def clip_before_push(
     optimizer: keras.optimizers.Optimizer, gradients: Sequence[PyTree]
 ) -> list[PyTree]:
-    """Clip gradients like the optimizer, and keep its `loss_scale_factor` in them.
+    """Clip gradients as the optimizer would; return them with the loss scale factor.
 
-    `gradients` are those of all the optimizer's variables, in order, with None for
-    variables without a gradient. May be traced. If workers cannot clip (see
-    `clips_on_worker`), gradients are returned unclipped and the servers clip.
+    `gradients` has the gradients of all the optimizer's variables, in order, None for
+    variables without a gradient. May be traced. Returns gradients unclipped if servers
+    clip (see `clips_on_worker`).
     """
     if not clips_on_worker(optimizer):
         return list(gradients)
@@ -170,10 +170,10 @@ def clips(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def clips_on_worker(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether workers clip a pushed gradient, rather than servers.
+    """Whether workers clip the optimizer's gradients; otherwise servers clip them.
 
-    Servers clip the mean gradient of `gradient_accumulation_steps`, and that of each
-    optimizer in a MultiOptimizer.
+    Servers clip the mean gradient of `gradient_accumulation_steps`, and the gradients
+    of each optimizer in a MultiOptimizer.
     """
     is_multiple = hasattr(optimizer, "optimizers")
     return not is_multiple and not optimizer.gradient_accumulation_steps
@@ -199,11 +199,11 @@ def build_recording(
     variables: Sequence[keras.Variable],
     steps: int = 0,
 ) -> tuple[list[tuple[int | None, str]], list[jax.Array]]:
-    """Build an optimizer, as after `steps` steps, and move its state out.
+    """Build an optimizer with the step count `steps`, and move its state out.
 
     Returns:
-        For each variable of the optimizer, the index of its trained variable or None,
-        and a name (Keras gives `a/b` and `a_b` the same name). Then all their values.
+        For each of the optimizer's variables the index of its trained variable, or
+        None, and a name that is unique for this index; then the variables' values.
     """
     steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
     places = {id(variable): i for i, variable in enumerate(variables)}
@@ -234,7 +234,7 @@ def build_recording(
 
 
 def _distinct(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Make names unique: by their paths if need be, or numbered paths."""
+    """Make names unique: replace equal names by paths, and number equal paths."""
     wanted = [
         name if names.count(name) == 1 else path
         for name, path in zip(names, paths, strict=True)

@@ -1,9 +1,9 @@
 """Partitions variables over servers, by rows, balanced by bytes.
 
 A group is the variables that one `optimizer.apply` updates. A variable is one shard, or
-several that split its first dimension, and each shard lies on one server. On the wire
-and in a server, a group is one flat vector per dtype: its shards on that server, one
-after another, row by row.
+several shards that split its first dimension; each shard lies on one server. On the
+wire and in a server, a group is one flat vector per dtype: its shards on that server,
+one after another, row by row.
 
 A partitioner returns a variable's number of shards; `place` cuts the variables and
 assigns the shards to servers.
@@ -44,14 +44,14 @@ _logger = logging.getLogger("replicax")
 _Rows = tuple[int, int] | None
 
 ADDED: JSONObject = {"kind": "add"}
-"""The rule of variables to which workers add the changes of their steps."""
+"""The update rule of variables to which workers add the changes of their steps."""
 ASSIGNED: JSONObject = {"kind": "add", "by": "closures"}
-"""The rule of a variable that closures assign."""
+"""The update rule of a variable that closures assign."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableInfo:
-    """A variable; `constraint` is a Keras config."""
+    """Describes a variable; `constraint` is a Keras config."""
 
     path: str
     shape: tuple[Count, ...]
@@ -63,8 +63,9 @@ class VariableInfo:
 class VariableShard(VariableInfo):
     """A variable, or some of its rows, on one server.
 
-    `variable` is the variable's index in its group. `rows` are `(start, stop)` in the
-    variable's first dimension, None for the whole variable. `shape` is the shard's.
+    `variable` is the variable's index in its group, `path` its path, `shape` the shape
+    of the shard. `rows` are `(start, stop)` in the variable's first dimension; None for
+    the whole variable.
     """
 
     variable: int
@@ -112,7 +113,7 @@ class VariableGroup:
         return tuple(shard for shard in self.shards if shard.server == server)
 
     def layout_on(self, server: int) -> FlatLayout:
-        """Where the shards on one server lie in its vectors."""
+        """The positions of the shards on one server in its vectors."""
         return FlatLayout([(x.dtype, x.shape) for x in self.shards_on(server)])
 
     def lengths_on(self, server: int) -> dict[str, int]:
@@ -156,7 +157,7 @@ def _without_progress(rule: JSON) -> JSON:
 class Partitioner(Protocol):
     """Base class of partitioners, which decide a variable's number of shards.
 
-    Any function of this signature will do.
+    Any function with this signature is a partitioner.
     (TensorFlow: `tf.distribute.experimental.partitioners.Partitioner`.)
 
     Example:
@@ -180,7 +181,7 @@ class Partitioner(Protocol):
 
 
 class _CheckedPartitioner:
-    """A partitioner whose options, fields of a dataclass, are at least 1."""
+    """Base class of the built-in partitioners, whose options must be at least 1."""
 
     def __post_init__(self) -> None:
         _require_positive(type(self).__name__, **vars(self))
@@ -262,8 +263,8 @@ class MaxSizePartitioner(_CheckedPartitioner):
 
     Args:
         max_shard_bytes: Bytes that a shard should have at most; one row is never cut.
-        max_shards: Largest number of shards, even if they are larger then; None: no
-            limit.
+        max_shards: Largest number of shards, which may make shards larger than
+            `max_shard_bytes`; None: no limit.
         bytes_per_string: Bytes of one element of dtype `"string"`.
 
     Raises:
@@ -296,21 +297,22 @@ def place(
     can_split: bool = True,
     can_spread: bool = True,
 ) -> VariableGroup:
-    """Cut variables into shards, and give each shard a server.
+    """Cut variables into shards, and assign each shard to a server.
 
     Shards are assigned in order of size, the largest first, each to the server with the
     fewest bytes so far. So no two servers differ by more than the largest shard. Equal
-    calls return equal groups. With `can_split` the rule may be applied to some rows of
-    a variable, with `can_spread` to some variables of the group; without `can_spread`
-    one server has all variables, unsplit. Raises `ValueError` if the partitioner does
-    not return a list of shard counts, 1 except for the first dimension.
+    calls return equal groups. Without `can_split`, variables stay whole, because the
+    rule needs all rows of a variable. Without `can_spread`, one server has all
+    variables, because the rule needs all variables of the group. Raises `ValueError` if
+    the partitioner does not return a list of shard counts, 1 except for the first
+    dimension.
     """
     _require_positive("place", num_servers=num_servers)
     cuts = [_cuts(variable, partitioner) for variable in variables]
     _keep_whole(name, variables, cuts, can_split and can_spread)
     if num_servers > 1 and not can_spread:
         reason = "its optimizer needs all gradients at once"
-        _logger.warning("group %r: all of it is on one server: %s.", name, reason)
+        _logger.warning("group %r: one server has all of it: %s.", name, reason)
         num_servers = 1
     pieces = [(i, rows) for i, ranges in enumerate(cuts) for rows in ranges]
     shards = [_shard(variables[i], i, rows) for i, rows in pieces]
@@ -330,7 +332,7 @@ def _shard(info: VariableInfo, variable: int, rows: _Rows) -> VariableShard:
 
 
 def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows]:
-    """The rows of each of a variable's shards, as the partitioner decides."""
+    """The rows of each shard of a variable, as the partitioner decides."""
     if partitioner is None or not variable.shape:
         return [None]
     shards = partitioner(shape=variable.shape, dtype=variable.dtype)
@@ -342,9 +344,9 @@ def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows
     ):
         expected = ", ".join(["n", *["1"] * (len(variable.shape) - 1)])
         raise ValueError(
-            f"variable_partitioner: for variable {variable.path!r} of shape "
-            f"{list(variable.shape)} it returned {shards!r}, expected [{expected}] "
-            "with an int n >= 1. Only the first dimension can be cut."
+            f"variable_partitioner returned {shards!r} for variable "
+            f"{variable.path!r} of shape {list(variable.shape)}, expected "
+            f"[{expected}] with an int n >= 1. Only the first dimension can be cut."
         )
     rows = variable.shape[0]
     number = min(int(counts[0]), rows)
@@ -365,7 +367,7 @@ def _keep_whole(
     which, why = "variables", "its optimizer needs whole variables"
     if can_split:
         which = "variables with a constraint"
-        why = "a constraint sees the whole variable"
+        why = "a constraint needs the whole variable"
     whole: list[str] = []
     for i, variable in enumerate(variables):
         if len(cuts[i]) > 1 and not (can_split and variable.constraint is None):

@@ -1,7 +1,7 @@
 """Serializes closures: names of functions, arguments, results and errors as JSON.
 
-Code is never sent. An argument may stand for a value that each worker makes for itself
-(`PerWorkerValues`), or for the result of another closure (`RemoteValue`).
+Code is never sent. An argument may stand for a value that each worker creates for
+itself (`PerWorkerValues`), or for the result of another closure (`RemoteValue`).
 """
 
 import builtins
@@ -61,9 +61,9 @@ def encode(
 ) -> JSON:
     """Encode a value as JSON: the types of `json_codec`, variables, `PerReplica`.
 
-    `what` names the value in messages. `mark` encodes values of other types, and
-    returns None for types that it does not know. A value of an unknown type raises a
-    `TypeError` that names its place.
+    `what` names the value in errors. `mark` encodes values of other types; it returns
+    None for types that it does not know. A value of an unknown type raises a
+    `TypeError` that names the value's place.
     """
 
     def extend(value: PyTree, what: str) -> JSON:
@@ -97,7 +97,7 @@ def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> 
             return resolve(sent)
         if sent[MARK] == "replicas":
             return PerReplica(json_codec.decode(sent["v"]), sent["n"])
-        raise ValueError(f"no value of a closure: {repr(sent)[:80]}")
+        raise ValueError(f"not a value of a closure: {repr(sent)[:80]}")
 
     return json_codec.decode(sent, extend)
 
@@ -135,7 +135,7 @@ class FunctionNames:
         return self._functions[name]
 
     def register(self, fn: Callable[..., PyTree]) -> str:
-        """Return the name of a function, which a new function gets now."""
+        """Return a function's name, after adding the function if it is new."""
         if not callable(fn):
             raise TypeError(
                 f"ClusterCoordinator.schedule: fn must be a function; got {fn!r}."
@@ -150,9 +150,9 @@ class FunctionNames:
         if len(self._functions) >= _MAX_NAMES:
             raise ValueError(
                 f"ClusterCoordinator.schedule: {_MAX_NAMES} different functions have "
-                f"been scheduled, now {plain}. A function that is defined anew with "
-                "other closed-over values counts as different: define it once, and "
-                "pass changing values through args."
+                f"been scheduled; the next one is {plain}. A function that is defined "
+                "again with other closed-over values counts as different: define it "
+                "once, and pass changing values through args."
             )
         number = self._used.get(plain, 0)
         self._used[plain] = number + 1
@@ -165,7 +165,7 @@ def _key(fn: Callable[..., PyTree]) -> Hashable:
     if isinstance(fn, functools.partial):
         bound = (*fn.args, *fn.keywords.values())
         return (_key(fn.func), tuple(fn.keywords), tuple(map(static_key, bound)))
-    # Globals may differ between tasks, and are looked up only at run time.
+    # Without globals, which may differ between tasks when `schedule` is called.
     return function_key(fn, with_globals=False)
 
 
@@ -177,15 +177,15 @@ def _qualified_name(fn: Callable[..., PyTree]) -> str:
 
 
 class PerWorkerValues:
-    """A value of which each worker creates its own, such as a dataset.
+    """A value that each worker creates for itself, such as a dataset.
 
-    `ClusterCoordinator.create_per_worker_dataset` returns one. As an argument of
-    `schedule` it stands for the value of the worker that runs the closure. `iter` of
-    such a dataset returns another `PerWorkerValues`: each worker's iterator. (TF:
-    `tf.distribute.experimental.coordinator.PerWorkerValues`.)
+    `ClusterCoordinator.create_per_worker_dataset` returns a `PerWorkerValues`. As an
+    argument of `schedule` it stands for the value of the worker that runs the closure.
+    `iter` of such a dataset returns another `PerWorkerValues`: each worker's iterator.
+    (TF: `tf.distribute.experimental.coordinator.PerWorkerValues`.)
 
     Raises:
-        TypeError: For `next` of an iterator, which is the workers' own.
+        TypeError: For `next` of such an iterator outside of a closure.
 
     Example:
         >>> import replicax as rx
@@ -238,7 +238,7 @@ class PerWorkerIterator(PerWorkerValues):
 
 
 class PerWorkerSources:
-    """The per-worker values of a script, numbered alike in all tasks."""
+    """The per-worker values of a script, with the same numbers in all tasks."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -261,11 +261,10 @@ class PerWorkerSources:
         value = self._all.get(number)
         if value is None:
             raise ClusterMismatchError(
-                f"ClusterCoordinator: a closure needs the per-worker value {number}, "
-                f"and this task's script has made {self._number}, of which it keeps "
-                f"the newest {_KEPT_VALUES} and those in use. Make per-worker datasets "
-                "and their iterators alike in every task, before closures that use "
-                "them."
+                f"ClusterCoordinator: a closure needs the per-worker value {number}; "
+                f"this task's script has created {self._number}, and keeps the newest "
+                f"{_KEPT_VALUES} and those in use. Create the same per-worker datasets "
+                "and iterators in every task, before closures that use them."
             )
         return value.own()
 
@@ -288,17 +287,17 @@ class RemoteValue:
     def __init__(
         self, fetch: Callable[["RemoteValue"], PyTree], id: str | None = None
     ) -> None:
-        self.id = id  # None in tasks that did not schedule it.
-        self.outcome: Outcome | None = None  # The value or error, once known.
-        self.num_users = 0  # Unfinished closures with this argument.
+        self.id = id  # None in tasks other than the chief.
+        self.outcome: Outcome | None = None  # On the chief, once known.
+        self.num_users = 0  # Unfinished closures that have this value as an argument.
         self._fetch = fetch
 
     def fetch(self) -> PyTree:
         """Wait for the result and return it, like `coordinator.fetch(self)`.
 
         Raises:
-            Exception: That of the function, if it has raised one.
-            ClosureCancelledError: If another function's error has cancelled it.
+            Exception: The error that the function raised, if any.
+            ClosureCancelledError: If another function's error has cancelled this one.
         """
         return self._fetch(self)
 
@@ -323,7 +322,7 @@ class ClosureError(RuntimeError):
 
 
 class ClosureCancelledError(ClosureError):
-    """A closure was cancelled, since an earlier one has raised an error."""
+    """A closure was cancelled because an earlier closure has raised an error."""
 
 
 def error_to_json(
@@ -331,7 +330,7 @@ def error_to_json(
 ) -> dict[str, str]:
     """Encode an error: its type, message and traceback.
 
-    The first frames, of the file `caller` that called the closure, are left out.
+    The first frames, which are in the file `caller`, are left out.
     """
     shown = traceback.TracebackException.from_exception(error)
     while shown.stack and shown.stack[0].filename == caller:
@@ -371,7 +370,7 @@ def _to_exception(error: dict[str, str]) -> Exception:
 
 
 def error_of(kind: str, message: str) -> dict[str, str]:
-    """The JSON form of an error that no exception has raised."""
+    """The JSON form of an error without an exception."""
     return {"type": kind, "message": message, "traceback": ""}
 
 

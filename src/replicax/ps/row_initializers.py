@@ -14,7 +14,7 @@ from replicax._util.types import JSONObject
 __all__ = ["check_initializer", "fill_rows"]
 
 
-_BLOCK = 4096  # Rows. Seeds depend on it, so it must never change.
+_BLOCK = 4096  # Rows per block. Initial values depend on it, so it must never change.
 _Block = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
@@ -27,7 +27,7 @@ def fill_rows(
 ) -> None:
     """Initialize rows `first_row`, `first_row + stride`, … of a table.
 
-    The seed is that of the whole table; `first_row` is less than `stride`.
+    `seed` is the whole table's; `first_row` is less than `stride`.
 
     Example:
         >>> import numpy as np
@@ -64,7 +64,7 @@ def check_initializer(config: JSONObject) -> None:
 
 
 def _name(config: JSONObject) -> Any:
-    """The initializer's class, with its module unless that is Keras'."""
+    """The initializer's class name, with the module if it is not Keras'."""
     module, name = config.get("module"), config.get("class_name")
     return name if module in (None, "keras.initializers") else f"{module}.{name}"
 
@@ -93,8 +93,8 @@ def _drawer(config: JSONObject) -> _Block:
     }
     if name not in draws:
         raise ValueError(
-            f"embeddings_initializer: got {name!r}, which looks at the whole table; "
-            "the rows of a table on parameter servers are made one by one. Use "
+            f"embeddings_initializer: got {name!r}, which needs the whole table; "
+            "parameter servers initialize rows one by one. Use "
             "RandomUniform, RandomNormal, TruncatedNormal, Zeros, Ones or Constant of "
             "keras.initializers."
         )
@@ -118,7 +118,7 @@ def _normal(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarra
 
 
 def _truncated(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Normal numbers within two standard deviations; redraws those outside."""
+    """Normal numbers within two standard deviations; numbers outside are redrawn."""
     block = _normal(generator, shape)
     outside = np.flatnonzero(np.abs(block) > 2)
     while outside.size:

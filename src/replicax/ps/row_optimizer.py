@@ -3,8 +3,8 @@
 Updates are lazy: an update changes only the rows of the push and their slots. While a
 row is not pushed, its momentum and averages do not change and its weights do not decay.
 Adam corrects its bias by the table's number of updates. If every push has all rows, the
-values equal those of the Keras optimizer. The rows of a push, and their slots, are
-gathered into arrays, padded to a power of two of rows to limit compiled programs.
+result is the Keras optimizer's. The rows of a push, and their slots, are gathered into
+arrays whose number of rows is padded to a power of two, to compile fewer programs.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,14 +19,14 @@ from replicax.ps.optimizers import ELEMENTWISE, build_recording, deserialize
 
 __all__ = ["RowOptimizer", "differing_options"]
 
-_LEAST_ROWS = 64  # The smallest padded size, to compile fewer programs.
+_LEAST_ROWS = 64  # The smallest padded number of rows.
 _MODULE = "keras.optimizers"
 
 _Step = Callable[..., tuple[jax.Array, dict[str, jax.Array], list[jax.Array]]]
 
 
 class _Built(NamedTuple):
-    """An optimizer for a number of rows; its variables' owners, names and values."""
+    """An optimizer, and the owners, names and values of its variables."""
 
     optimizer: keras.optimizers.Optimizer
     owners: list[tuple[int | None, str]]
@@ -34,12 +34,11 @@ class _Built(NamedTuple):
 
 
 class RowOptimizer:
-    """The user's optimizer, for rows of `dim` elements, which the caller stores.
+    """The user's optimizer, for rows of `dim` elements that the caller stores.
 
     Clipping by a norm requires that one server has the `whole_table`. `slots` has the
-    initial value of each slot, `shared` the optimizer's other variables, such as
-    `"iteration"`. Raises `ValueError` for an optimizer, or an option, that cannot
-    update single rows.
+    initial value of each slot. Raises `ValueError` for an optimizer, or an option, that
+    cannot update single rows.
     """
 
     def __init__(self, rule: JSONObject, dim: int, *, whole_table: bool) -> None:
@@ -60,12 +59,12 @@ class RowOptimizer:
 
     @property
     def shared(self) -> dict[str, float | int]:
-        """The optimizer's variables without rows, such as its step count."""
+        """The optimizer's variables that have no rows, such as its step count."""
         values = (np.asarray(value).item() for value in self._shared)
         return dict(zip(self._names, values, strict=True))
 
     def assign(self, values: Mapping[str, float]) -> None:
-        """Set the shared variables that `values` has; ignore other names."""
+        """Set the shared variables named in `values`; ignore other names."""
         for i, name in enumerate(self._names):
             if name in values:
                 value = np.asarray(values[name], self._shared[i].dtype)
@@ -169,7 +168,7 @@ def _name_and_options(rule: JSONObject) -> tuple[str, JSONObject]:
     options = dict(config["config"])
     _check_rate(name, options["learning_rate"])
     if name == "AdamW" and options.get("weight_decay") is None:
-        # The rows do not decay; Keras needs a number.
+        # None means no decay, but Keras needs a number.
         options["weight_decay"] = 0.0
     return name, options
 

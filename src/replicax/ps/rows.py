@@ -1,7 +1,7 @@
 """A worker's client of tables: pulls rows for its layers, pushes their gradients.
 
 Layers pull rows and collect gradients in callbacks from a running program. Callbacks
-must not call JAX. When the program has ended, the strategy pushes the gradients.
+must not call JAX. When the program has ended, `server_home` pushes the gradients.
 """
 
 import functools
@@ -43,8 +43,8 @@ _logger = logging.getLogger("replicax")
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
-# XLA ends the process if other replicas wait in a collective for 40 s for a replica
-# whose callback waits for rows: 18 s for retries, 10 s to connect, 8 s for an answer.
+# XLA ends the process if replicas wait in a collective for 40 s. So the callback of the
+# replica that they wait for has 18 s for retries, 10 s to connect, 8 s for an answer.
 _RETRY_SECONDS = 18.0
 _REPLY_SECONDS = 8.0
 
@@ -52,9 +52,9 @@ _REPLY_SECONDS = 8.0
 class RemoteTables:
     """A worker's client of the tables on the servers.
 
-    Layers call `create`, `pull`, `collect` and `fail`. For each program the strategy
-    calls `connect`, `complete` and `push`. Methods are thread safe. Gradients are sent
-    in the dtype `compression`, such as `"bfloat16"`.
+    Layers call `create`, `pull`, `collect` and `fail`. For each program the home of
+    variables calls `connect`, `complete` and `push`. Methods are thread safe. Gradients
+    are sent in the dtype `compression`, such as `"bfloat16"`.
     """
 
     def __init__(self, session: Session, *, compression: str | None = None) -> None:
@@ -75,7 +75,7 @@ class RemoteTables:
     # What layers call.
 
     def create(self, spec: TableSpec) -> None:
-        """Create a table, unless it exists with the same sizes, whatever its seed."""
+        """Create a table, unless it exists with the same sizes."""
         self._session.has_values = True
         answers = {}
         for server in self._servers:
@@ -83,8 +83,7 @@ class RemoteTables:
             seconds = self._session.timeouts.step
             message = CreateTable(spec)
             answer, _ = self._exchange(server, message, reply_seconds=seconds).result()
-            # If workers have different seeds, the first server decides which seed all
-            # servers use.
+            # Workers may have different seeds: all servers use the first server's.
             spec, answers[server] = answer.spec, answer
         require_all_known(self._session.name, spec.name, answers)
         self._dims[spec.name] = spec.dim
@@ -92,13 +91,13 @@ class RemoteTables:
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
         """The values `float32[n, dim]` of distinct rows `int64[n]`.
 
-        Within a program the same rows are fetched once. Raises `ConnectionLost` if a
+        Within a program, equal calls fetch the rows once. Raises `ConnectionLost` if a
         server does not answer in time, `ClusterError` if the table is gone.
         """
         key = name, ids.tobytes()
         with self._lock:
             if self._error is not None:
-                raise self._error  # The program has failed: let it end soon.
+                raise self._error  # The program has failed; it should end soon.
             memo = self._memo
             earlier = None if memo is None else memo.get(key)
             fetched: Future[np.ndarray] = Future()
@@ -108,12 +107,12 @@ class RemoteTables:
             return earlier.result()
         try:
             fetched.set_result(self._fetch(name, ids, in_program=memo is not None))
-        except Exception as error:  # noqa: BLE001 - raised to all who wait for it
+        except Exception as error:  # noqa: BLE001 - raised to all waiting callbacks
             fetched.set_exception(error)
         return fetched.result()
 
     def collect(self, name: str, ids: np.ndarray, gradients: np.ndarray) -> None:
-        """Keep a replica's gradients `float32[n, dim]` of distinct rows `int64[n]`."""
+        """Add a replica's gradients `float32[n, dim]` of distinct rows `int64[n]`."""
         with self._lock:
             self._collected[name].append((ids, gradients))
 
@@ -127,7 +126,7 @@ class RemoteTables:
     def connect(
         self, group: VariableGroup, variables: Sequence[keras.Variable]
     ) -> None:
-        """Send each table the optimizer of the group that has the table's anchor."""
+        """Send the group's optimizer to the tables whose anchors are in the group."""
         for i, variable in enumerate(variables):
             for name in tables_of([variable]):
                 if (name, group.name) not in self._rules_sent:
@@ -147,7 +146,7 @@ class RemoteTables:
                 )
 
     def complete(self, run: Callable[[], _Result]) -> _Result:
-        """Run a program that looks up rows to its end; raise a callback's error.
+        """Run a program that looks up rows, and wait for it; raise a callback's error.
 
         If a server is lost during the program, `run` is called again when the server
         has restarted.
@@ -170,14 +169,14 @@ class RemoteTables:
             if not isinstance(error, ConnectionLost) or time.monotonic() > end:
                 raise error
             self._session.require_going()
-            _logger.warning("%s; the step is computed again when it is back", error)
+            _logger.warning("%s The step is retried when the server is back.", error)
             self._call_all(lambda x: x.call("hello"))
 
     def push(self, tables: Sequence[str]) -> list[RowPush]:
         """Start pushes of the program's row gradients; `await_pushes` waits for them.
 
-        Each server gets a push for each table, even without rows. Every push counts as
-        an update, so that schedules and Adam's bias correction agree on all servers.
+        Each server gets a push for each table, even without rows: a push counts as an
+        update, so schedules and Adam's bias correction agree on all servers.
         """
         return [push for name in tables for push in self._push(name)]
 
@@ -200,14 +199,14 @@ class RemoteTables:
                 closure,
                 self._seen.get((name, server)),
             )
-            # A push may be large, and no program waits for it as for a pull.
+            # A push may be large, and no running program waits for it.
             seconds = self._session.timeouts.step
             push = self._exchange(server, message, vectors, reply_seconds=seconds)
             pushes.append(((name, server), push))
         return pushes
 
     def await_pushes(self, pushes: Sequence[RowPush]) -> None:
-        """Wait for pushes, while the job runs."""
+        """Wait for pushes; raise if the job fails."""
         for place, push in pushes:
             answer, _ = self._session.result(push)
             self._seen[place] = answer.incarnation, answer.version
@@ -265,7 +264,7 @@ class RemoteTables:
         exchange: Callable[[Connection, float], _Result],
         seconds: float,
     ) -> Future[_Result]:
-        """Queue a call on a server's row stream, which may retry it for `seconds`."""
+        """Queue an exchange for a server's row stream, retried for up to `seconds`."""
         end = time.monotonic() + seconds
         connection = self._session.connections[server]
         use = functools.partial(_in_time, exchange, end)
@@ -292,7 +291,7 @@ def _in_time(
     exchange: Callable[[Connection, float], _Result], end: float, connection: Connection
 ) -> _Result:
     left = end - time.monotonic()
-    if left <= 0:  # Earlier calls of the queue have used up the time.
+    if left <= 0:  # Earlier exchanges in the queue have used up the time.
         raise ConnectionLost(
             f"Parameter server {connection.task} at {connection.address} did not "
             "answer in time for rows. See its log, and whether it still runs.",
@@ -313,7 +312,7 @@ def tables_of(variables: Iterable[object]) -> list[str]:
 
 
 def _rule_of_rows(group: VariableGroup, anchor: int) -> JSONObject:
-    """The rule for an anchor's rows: its group's, with the anchor's weight decay."""
+    """The rule of a table's rows: the group's, with the anchor's weight decay."""
     config = group.rule["config"]
     if anchor in group.rule.get("no_weight_decay", ()):
         config = {**config, "config": {**config["config"], "weight_decay": None}}

@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 0.5
 _DONE_JOB = "the job before"  # Board key: id of the last finished job.
 _ENDED = "the job is over"  # Board key: True when server 0 has marked the job done.
-_LINGERED_BEATS = 2.5  # Workers learn of a failure from a heartbeat's answer.
+_LINGERED_BEATS = 2.5  # Heartbeat intervals: workers learn of a failure from answers.
 _logger = logging.getLogger("replicax")
 
 
@@ -46,11 +46,12 @@ def serve(
 ) -> NoReturn:
     """Serve until the job ends, then end the process.
 
-    Server 0 marks its snapshots as done before it publishes the end of the job. If the
-    job is killed between, the other servers read the mark of server 0 at their start.
-
     Raises `SystemExit` with 0 if the chief has ended with success, with 1 if the job
     has failed. Without a `snapshot_dir` there are no snapshots.
+
+    Server 0 marks its snapshots as done before it publishes the end of the job. If the
+    job is killed in between, the other servers learn at their next start from server 0
+    that their snapshots belong to a finished job.
     """
     if not has_devices():
         # A server computes on the CPU. JAX must not reserve the memory of GPUs.
@@ -82,7 +83,7 @@ def serve(
             linger = _LINGERED_BEATS * beat_seconds(len(workers), timeouts.heartbeat)
             failure = _await_end(board, snapshots, num_servers, linger)
         else:
-            # The board of server 0 has the job's id, and says when the job ends.
+            # Server 0 has the job's id, and publishes the end of the job.
             with Connection(
                 config.cluster.task_address("ps", 0),
                 credentials,
@@ -101,7 +102,7 @@ def serve(
         service.close()
         _log_losses(store)
         if snapshots is not None:
-            # No snapshot of a failed board: the next job would restore it and fail.
+            # No snapshot of a failed job: the next job would restore it and fail.
             snapshots.close(write=failure is None)
     if failure is not None:
         _logger.error("ps:%d ends: %s", server, failure)
@@ -139,8 +140,8 @@ def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) 
 def _join_job(snapshots: Snapshots, store: VariableStore, first: Connection) -> None:
     """On another server: join the job of server 0.
 
-    The finished job's id comes from server 0, as this server may have been killed
-    before it marked its own snapshots.
+    Server 0 has the id of the last finished job: this server may have been killed
+    before it marked its own snapshots as done.
     """
     snapshots.job = first.call("board.get", key=JOB)
     _restore(snapshots, store, done_job=first.call("board.get", key=_DONE_JOB) or "")
@@ -153,7 +154,7 @@ def _restore(
     board: Board | None = None,
     done_job: str = "",
 ) -> None:
-    """Restore the newest snapshot, if any; make answers wait for `snapshots.flush`."""
+    """Restore the newest snapshot, if any; let answers wait for `snapshots.flush`."""
     if (snapshot := snapshots.restore(done_job)) is not None:
         wal = snapshots.wal.newest
         store.load_state(snapshot.state, wal)
@@ -180,11 +181,11 @@ def _await_end(
         failure = board.failed()
         time.sleep(_POLL_SECONDS)
     if failure is None:
-        # Mark first: a server that is killed before its own mark reads this one.
+        # Mark before publishing: see `serve`.
         if snapshots is not None:
             snapshots.mark_done()
         board.put(_ENDED, True)
-    # The other servers must read it before the board ends.
+    # The other servers must read the end or the failure before the board ends.
     others = {_end_read_key(i) for i in range(1, num_servers)}
     wait_for(
         lambda: all(board.get(key) is not None for key in others) or None,
@@ -211,6 +212,6 @@ def _watch_first(
         if is_over or failure is not None:
             first.call("board.put", key=_end_read_key(server), value=True)
             return None if is_over else failure
-        # Server 0 has started: from now on it may be away for a restart.
+        # Server 0 has started. From now on, wait as long as its restart may take.
         first.retry_timeout_seconds = timeouts.server
         time.sleep(watch_seconds(num_servers))

@@ -1,12 +1,12 @@
 """The Arrow Flight service of a parameter server: refuses calls without the token.
 
-Workers send messages with tensors on streams; `messages` defines their operations.
-Everything else is an action: JSON in, JSON out.
+Workers send messages with tensors on streams (`messages`). All other calls are actions,
+with JSON arguments and a JSON answer.
 
-gRPC listens at the address of TF_CONFIG only. The service checks a call's token before
-it reads anything else, and a message's announcement against the groups of the store
-before it allocates memory. The log has each refusal with the caller's address; a caller
-with the token also gets the reason.
+gRPC listens only at the address in TF_CONFIG. The service checks a call's token before
+it reads anything else, and a message's announced vectors before it allocates memory.
+The log has each refusal with the caller's address; a caller with the token also gets
+the reason.
 """
 
 import inspect
@@ -46,13 +46,13 @@ class Refused(Exception):
 
 
 class VersionMismatch(RuntimeError):
-    """A task has other versions than this server."""
+    """A task has other versions of Python, replicax or a library than this server."""
 
 
 class Service:
     """Serves a store, and on server 0 the board, to callers with the token.
 
-    The service listens at `address` of TF_CONFIG, which must not mean all interfaces.
+    `address` is this server's in TF_CONFIG; it must not stand for all interfaces.
     `messages` are additional messages of the tensor streams, by name.
     """
 
@@ -103,10 +103,10 @@ class Service:
         _logger.info("ps:%d serves at %s", self._store.server, self.address)
 
     def close(self, deadline: float = 10.0) -> None:
-        """Finish calls in progress, close all connections, free the port.
+        """Wait for messages in progress, close all connections, free the port.
 
-        Calls in progress have half of the `deadline` to finish; then connections are
-        cut. Raises a `ClusterError` if the port is still in use at the deadline.
+        After half of the `deadline`, in seconds, connections are cut. Raises a
+        `ClusterError` if the port is still in use at the deadline.
         """
         self._closing = True
         end = time.monotonic() + deadline
@@ -136,15 +136,15 @@ class Service:
             sleep=thread.join,
         ):
             raise ClusterError(
-                f"The parameter server at {self.address} did not end in time: "
-                f"{self._busy} messages are still being handled."
+                f"The parameter server at {self.address} did not end in time: it still "
+                f"handles {self._busy} messages."
             )
         self._flight_server = None
 
     # What the Flight server calls.
 
     def check(self, method: str, headers: Mapping[str, list[str]]) -> None:
-        """Refuse a call without the token, before reading it."""
+        """Refuse a call without the token, before it is read."""
         values = headers.get("authorization") or [""]
         token = values[0].removeprefix("Bearer ") if isinstance(values[0], str) else ""
         if self._credentials.accepts(token):
@@ -163,7 +163,7 @@ class Service:
     ) -> None:
         """Answer the messages of a worker's stream until it ends.
 
-        `offer` is the worker's offer of shared memory, or empty.
+        `offer` is the worker's offer of shared memory; empty if it makes none.
         """
         peer = peer_name(caller)
         stream = MessageStream(reader, writer, SharedMemory.accept(offer))
@@ -205,7 +205,7 @@ class Service:
                 self._idle.notify_all()
 
     def act(self, caller: str, name: str, body: bytes) -> bytes:
-        """Execute an action; its arguments and `"value"` of the answer are JSON."""
+        """Execute an action with the arguments in `body`; return its answer as JSON."""
         peer = peer_name(caller)
         try:
             value = self._call(name, body)
@@ -226,7 +226,7 @@ class Service:
             arguments = wire.read_json(body)
             self._signatures[name].bind(**arguments)
         except (wire.WireError, TypeError) as error:
-            raise Refused(f"the arguments of {name!r} do not fit: {error}") from error
+            raise Refused(f"the arguments of {name!r} are invalid: {error}") from error
         return function(**arguments)
 
     def _refusal(self, peer: str, error: Exception) -> Exception:
@@ -294,14 +294,14 @@ def _address_to_bind(address: str) -> Address:
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"A parameter server cannot listen at {address!r}: {error}. Give its task "
-            "an address of this machine in TF_CONFIG."
+            f"A parameter server cannot listen at {address!r}: {error}. Set an address "
+            "of this machine for its task in TF_CONFIG."
         ) from error
     numeric = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0]
     if str(numeric) in ("0.0.0.0", "::"):
         raise ValueError(
             f"A parameter server would listen at {address!r} on every network of this "
-            "machine. Give its task one address of this machine in TF_CONFIG."
+            "machine. Set one address of this machine for its task in TF_CONFIG."
         )
     return Address(str(numeric), port)
 
@@ -315,5 +315,5 @@ def _check_free(address: str, bound: Address) -> None:
         except OSError as error:
             raise ClusterError(
                 f"The parameter server cannot listen at {address}: {error}. Is another "
-                "one still running, or is it not this machine's address?"
+                "server still running, or is this not an address of this machine?"
             ) from error

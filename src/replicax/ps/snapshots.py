@@ -1,11 +1,11 @@
 """A server's snapshots on disk: folders with checksums, each complete or absent.
 
     server-0/
-      wal               write-ahead log: counts since the newest snapshot
+      wal               write-ahead log: changes since the newest snapshot
       snapshot-000000012/
         arrays.bin      the arrays' bytes, one after another
-        state.json      their names, dtypes, shapes and places; all other values
-        manifest.json   checksums of the two
+        state.json      the arrays' names, dtypes, shapes and offsets; other values
+        manifest.json   checksums of both files
 
 A snapshot is written under a temporary name, its manifest last, and renamed after
 fsync. It contains no code.
@@ -48,7 +48,8 @@ _logger = logging.getLogger("replicax")
 
 _ARRAYS = "arrays.bin"
 _STATE = "state.json"
-# Beside the snapshots: the number of the finished job's last snapshot, and its id.
+# A file beside the snapshots: the number of a finished job's last snapshot, and the
+# job's id.
 _DONE = "done"
 _NAME = re.compile(r"snapshot-(\d{9})")
 _FORMAT = FolderFormat("snapshot", "replicax-snapshot", 2, "It is skipped.")
@@ -58,7 +59,7 @@ _RETRY_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """A restored snapshot: its folder and job, the state of the store and the board."""
+    """A snapshot's folder, its job, and the states of the store and the board."""
 
     path: Path
     job: str
@@ -71,9 +72,9 @@ class Snapshots:
 
     After `start` a thread writes a snapshot after the first update, and then whenever
     `every_updates` were applied, `every_seconds` have passed since the first update
-    that is not on disk, or more updates were lost. Without both options only `write`
-    writes. Pushes continue meanwhile. The newest `keep` snapshots are kept. `wal` is
-    the write-ahead log since the newest snapshot, `job` the id of the job.
+    that is not on disk, or more updates were lost. Without both options there is no
+    thread. Pushes go on meanwhile. The newest `keep` snapshots are kept. `wal` is the
+    write-ahead log since the newest snapshot, `job` the id of the job.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Snapshots:
         self._every_seconds = every_seconds
         self._keep = keep
         self._stop = threading.Event()
-        # A snapshot after each update: answers wait for it.
+        # Whether answers wait until their update is on disk.
         self._is_durable = every_updates == 1
         self._woken = threading.Event()
         self._flushed = threading.Condition()
@@ -117,9 +118,9 @@ class Snapshots:
         store: VariableStore,
         board_state: Callable[[], JSONObject] | None = None,
     ) -> None:
-        """Start the thread that writes snapshots; assumes that the state is on disk."""
+        """Start the thread that writes snapshots of later changes."""
         if self._source is not None:
-            raise RuntimeError(f"Snapshots of {self.folder}: they are written already.")
+            raise RuntimeError(f"Snapshots of {self.folder}: already started.")
         self._source, self._board_state = store, board_state
         self._written, self._lost_written = self._progress(store), store.num_lost
         if self._every_updates is None and self._every_seconds is None:
@@ -130,7 +131,7 @@ class Snapshots:
         self._thread.start()
 
     def close(self, *, write: bool = True) -> None:
-        """End the thread; with `write`, take a last snapshot of changed values."""
+        """End the thread; with `write`, write a last snapshot of changed values."""
         self._stop.set()
         self._woken.set()
         if self._thread is not None:
@@ -142,7 +143,7 @@ class Snapshots:
         self._source = None
 
     def mark_done(self) -> None:
-        """Mark the job as done: the next job in this folder starts from scratch."""
+        """Mark the job as done, so that the next job in this folder starts anew."""
         numbers = self._numbers()
         try:
             if numbers or self.job:
@@ -152,8 +153,8 @@ class Snapshots:
             self.wal.clear()
         except OSError as error:
             _logger.error(
-                "%s could not be written: %s. Delete %s before another job uses it: it "
-                "would go on from the snapshots of this one.",
+                "%s could not be written: %s. Delete %s before the next job, which "
+                "would restore the snapshots of this job.",
                 self.folder / _DONE,
                 error,
                 self.folder,
@@ -186,8 +187,8 @@ class Snapshots:
     def restore(self, done_job: str = "") -> Snapshot | None:
         """Read the newest complete snapshot; None if there is none.
 
-        Damaged snapshots are skipped and logged, and so are those of a finished job,
-        such as the job with the id `done_job`.
+        Skips and logs damaged snapshots, and the snapshots of a finished job, such as
+        the job with the id `done_job`.
         """
         last, job = self.done
         for number in reversed(self._numbers()):
@@ -204,13 +205,13 @@ class Snapshots:
                 path,
             )
             break
-        self.wal.clear()  # Its entries follow a snapshot that is not restored.
+        self.wal.clear()  # Its entries belong to a snapshot that is not restored.
         return None
 
     def flush(self) -> None:
-        """With `every_updates=1`, wait until all present changes are on disk.
+        """With `every_updates=1`, wait until all changes so far are on disk.
 
-        Does not wait while snapshots cannot be written, such as on a full disk.
+        Does not wait while snapshots cannot be written, for example on a full disk.
         """
         source = self._source
         if not self._is_durable or source is None:
@@ -233,17 +234,20 @@ class Snapshots:
             self._woken.clear()
             if self._stop.is_set():
                 return
-            fresh = self._progress(self._source) - self._written
-            if not fresh:
-                # The time starts at the first update that is not on disk.
+            num_new = self._progress(self._source) - self._written
+            if not num_new:
+                # `every_seconds` start at the first update that is not on disk.
                 written_at = time.monotonic()
                 continue
-            enough = self._every_updates is not None and fresh >= self._every_updates
+            updates, seconds = self._every_updates, self._every_seconds
             waited = time.monotonic() - written_at
-            late = self._every_seconds is not None and waited >= self._every_seconds
-            is_first = not self._written
-            has_lost = self._source.num_lost > self._lost_written
-            if enough or late or is_first or has_lost:
+            is_due = (
+                not self._written
+                or (updates is not None and num_new >= updates)
+                or (seconds is not None and waited >= seconds)
+                or self._source.num_lost > self._lost_written
+            )
+            if is_due:
                 if not self._try_to_write(self._source):
                     self._stop.wait(_RETRY_SECONDS)
                 written_at = time.monotonic()
@@ -262,8 +266,9 @@ class Snapshots:
             size = sum(x.nbytes for x in state["arrays"].values())
             why = why_not_written(error, self.folder, f"its arrays have {size:,} bytes")
             self._failed.add(
-                f"no snapshot could be written to {self.folder}: {why}. The last one "
-                "is kept, and it is tried again. Make room there, or make it writable."
+                f"no snapshot could be written to {self.folder}: {why}. The last "
+                "snapshot is kept, and the write is retried. Make room there, or make "
+                "the folder writable."
             )
             return False
         self._failed.end(f"snapshot {path}")

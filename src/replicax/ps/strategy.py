@@ -40,8 +40,9 @@ class ParameterServerStrategy(Strategy):
       trains; without a `chief` task it is `worker` 0.
     - An `evaluator` uses one machine only.
 
-    Workers train asynchronously: others may have changed the values since a step's
-    gradients were computed. `max_staleness` bounds that. For synchronous training use
+    Workers train asynchronously: when a step's gradients are applied, other workers may
+    have updated the values since the gradients were computed. `max_staleness` bounds
+    the number of these updates. For synchronous training use
     `rx.MultiWorkerMirroredStrategy`, with `rx.CentralStorageStrategy` or
     `rx.FullyShardedStrategy` where memory is short.
     (TF: `tf.distribute.experimental.ParameterServerStrategy`.)
@@ -54,24 +55,25 @@ class ParameterServerStrategy(Strategy):
         max_staleness: Largest number of updates by other workers between the pull of
             the values for a step of `fit` and the update of that step. None: no limit.
         overlap: Whether a worker begins a step before it has the answer to its last
-            push, to overlap communication and computation. The step's gradients are
-            then computed from values without the last update. For slow networks.
-        compression: `"bfloat16"` halves the bytes of pushed gradients. None: keep all.
+            push, to overlap communication and computation on slow networks. The step's
+            gradients are then computed from values without the last update.
+        compression: `"bfloat16"` halves the bytes of pushed gradients. None: gradients
+            keep their dtype.
         snapshot_dir: Folder, on each server's machine, for snapshots that a restarted
             server restores. None: a lost server ends the job.
         snapshot_every_updates: Write a snapshot after the first update, then after this
-            many more. With 1 an update is on disk before its worker gets an answer, so
-            that a killed server loses nothing; each update then waits for the disk.
+            many more. With 1 each update waits until it is on disk, so that a killed
+            server loses nothing.
         snapshot_every_seconds: Write a snapshot after this many seconds.
         cross_device_ops: How gradients of a worker's own replicas are summed.
         timeouts: How long to wait: `startup` for all servers and the chief's values,
-            `step` for other workers where all meet, such as the end of an epoch,
-            `heartbeat` for a heartbeat of each worker, `server` for a lost server and
-            `chief` for a lost chief to be restarted. Defaults to `rx.Timeouts()`.
+            `step` for other workers at a barrier, such as the end of an epoch,
+            `heartbeat` for a heartbeat of each worker, `server` and `chief` for a lost
+            server or chief to be restarted. Defaults to `rx.Timeouts()`.
 
     Raises:
         ClusterConfigError: If the cluster's description is malformed or has no servers.
-        TypeError: If `variable_partitioner` is no function of a shape and a dtype.
+        TypeError: If `variable_partitioner` is not a function of a shape and a dtype.
         ConnectionLost: If a server cannot be reached by the start-up deadline.
         SystemExit: In a `ps` task, at the end of the job.
 
@@ -149,7 +151,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker does the work of one for all workers, such as exports."""
+        """Whether this worker does what one worker does for all, such as exports."""
         return self.session is None or self.session.is_chief
 
     def _agree_on_random_state(self) -> None:
@@ -166,7 +168,7 @@ class ParameterServerStrategy(Strategy):
         Returns:
             For each worker a histogram of its gradients by staleness. The staleness of
             a gradient is the number of updates between the values that it was computed
-            from and its own update. Each server counts the pushes that it received.
+            from and its own update. A gradient counts once for each server.
         """
         total: dict[str, Counter[int]] = {}
         connections = [] if self.session is None else self.session.connections

@@ -42,8 +42,8 @@ class RemoteVariables:
 
     The variables that one optimizer trains are a group. Moving statistics, to which
     workers add the changes of their steps, are in separate groups. `groups` are in the
-    order in which this worker connected to them. Under a coordinator, `requests` asks
-    the chief to create groups.
+    order in which this worker connected to them. Under a coordinator, workers use
+    `requests` to ask the chief for new groups.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class RemoteVariables:
         self._compression = compression
         self._rows = rows
         self.groups: list[RemoteGroup] = []
-        # By the ids of optimizers, which are kept alive: an optimizer's group; and its
-        # slots from a checkpoint, until it has a group.
+        # By ids of optimizers, which the values keep alive: the optimizer's group, and
+        # its slots from a checkpoint until it has a group.
         self._trained: dict[int, tuple[keras.optimizers.Optimizer, RemoteGroup]] = {}
         self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
-        self._num_steps: dict[str, int] = {}  # At the last `trained_twice`, by group.
+        self._num_steps: dict[str, int] = {}  # By group, at the last `trained_twice`.
 
     def connect(
         self,
@@ -76,9 +76,9 @@ class RemoteVariables:
     ) -> list[RemoteGroup]:
         """Return the groups of a program's updates, then of its moving statistics.
 
-        New groups are created on the servers; the servers' values are added to
-        `stored`. Programs may share some moving statistics. Each statistic is in one
-        group; a program ignores the group's other variables.
+        Creates new groups on the servers, and adds the servers' values to `stored`.
+        Programs may share some moving statistics. Each statistic is in one group; a
+        program ignores the group's other variables.
         """
         groups = [self._connect_update(update, stored) for update in updates]
         return groups + self._connect_added(state, stored)
@@ -100,7 +100,7 @@ class RemoteVariables:
 
     @property
     def assigned(self) -> list[RemoteGroup]:
-        """The groups of variables that closures assign and no step changes."""
+        """The groups of variables that closures assign and no training step changes."""
         return [group for group in self.groups if group.placement.rule == ASSIGNED]
 
     def connect_assigned(
@@ -118,7 +118,7 @@ class RemoteVariables:
         return group
 
     def variables_of_steps(self) -> set[int]:
-        """The ids of variables that steps change, including the optimizers' own."""
+        """The ids of variables that training steps change, also of the optimizers."""
         groups = [group for group in self.groups if group.placement.rule != ASSIGNED]
         changed = (v for group in groups for v in group.variables)
         own = (
@@ -129,9 +129,10 @@ class RemoteVariables:
     def on_servers(
         self, optimizer: keras.optimizers.Optimizer
     ) -> RemoteOptimizer | None:
-        """An optimizer's client of the servers; None if it has no group here yet.
+        """The client of an optimizer's state on the servers; None without a group.
 
-        The chief of a coordinator has groups that other workers requested.
+        Found by the step count variable: the chief of a coordinator has groups that
+        other workers requested.
         """
         count, _ = _count_and_rate(optimizer)
         for group in self.groups:
@@ -140,7 +141,7 @@ class RemoteVariables:
         return None
 
     def trained_twice(self) -> str | None:
-        """On the chief: the error if two optimizers train a variable at the same time.
+        """On the chief, an error text if two optimizers train one variable, or None.
 
         Only steps since the last call count. Each group has its own copy of the
         variable, and updates of one copy do not reach the other.
@@ -156,15 +157,15 @@ class RemoteVariables:
                     error = (
                         f"ParameterServerStrategy: variable {variable.path!r} is "
                         f"trained by two optimizers at a time, in {other.name!r} and "
-                        f"{group.name!r}. On servers each of them updates a copy of "
-                        "its own. Train it with one optimizer, or let "
-                        "coordinator.join() end the functions of one before those of "
-                        "the other are scheduled."
+                        f"{group.name!r}. On servers each optimizer updates its own "
+                        "copy. Train the variable with one optimizer, or call "
+                        "coordinator.join() before you schedule the functions of the "
+                        "other optimizer."
                     )
         return error
 
     def slots(self, optimizer: keras.optimizers.Optimizer) -> _Slots:
-        """Read an optimizer's slots; without a group, the slots still to restore."""
+        """An optimizer's slots on the servers; without a group, those to restore."""
         remote = self.on_servers(optimizer)
         if remote is None:
             return self._restored.get(id(optimizer), (optimizer, {}))[1]
@@ -195,9 +196,9 @@ class RemoteVariables:
         if [id(v) for v in group.variables] != [id(v) for v in variables]:
             raise NotImplementedError(
                 f"ParameterServerStrategy: optimizer {optimizer.name!r} has gradients "
-                f"for {len(variables)} variables in this step and had them for "
-                f"{len(group.variables)} others before. Use one optimizer for each set "
-                "of variables."
+                f"for {len(variables)} variables in this step; before, it had "
+                f"gradients for {len(group.variables)} other variables. Use one "
+                "optimizer for each set of variables."
             )
         self._rows.connect(group.placement, variables)
         return group
@@ -227,8 +228,8 @@ class RemoteVariables:
     ) -> RemoteGroup | None:
         """Add the group of variables that a program updates together.
 
-        Returns None if this worker has meanwhile adopted another worker's group that
-        has some of the variables.
+        Returns None if another worker's group has some of the moving statistics; this
+        worker has then adopted that group.
         """
         requests = self.requests
         count, rate = (None, None) if optimizer is None else _count_and_rate(optimizer)
@@ -264,7 +265,7 @@ class RemoteVariables:
         return group
 
     def _restored_for(self, count: keras.Variable | None) -> _Slots:
-        """Pop the slots to restore, of the optimizer with this step count variable."""
+        """Pop the slots to restore, for the optimizer with this step count variable."""
         for key, (optimizer, slots) in self._restored.items():
             if _count_and_rate(optimizer)[0] is count:
                 del self._restored[key]
@@ -275,7 +276,7 @@ class RemoteVariables:
         return next((group for group in self.groups if group.name == name), None)
 
     def _name(self, label: str, variables: Sequence[keras.Variable]) -> str:
-        """A group's name, equal on all workers, even if a worker skipped groups."""
+        """A new group's name: equal on all workers, whatever groups they have."""
         paths = "\n".join(v.path for v in variables)
         name = f"{label} {digest(paths, 4)}"
         again = sum(group.name.startswith(name) for group in self.groups)
@@ -287,7 +288,7 @@ class RemoteVariables:
         variables: Sequence[keras.Variable],
         count: keras.Variable | None,
     ) -> RemoteGroup | None:
-        """Adopt another worker's group; None: the chief has not created it yet.
+        """Connect to a group that a worker requested; None if it is not created yet.
 
         `count` is the step count variable of the group's optimizer.
         """
@@ -308,7 +309,7 @@ class RemoteVariables:
         values: Sequence[jax.Array],
         slots: _Slots | None = None,
     ) -> RemoteGroup:
-        """On the chief, create the group on the servers; else wait for the chief.
+        """Connect to a group: the chief creates it, other workers wait for the chief.
 
         Values that closures have assigned to the variables replace `values`.
         """
@@ -339,7 +340,7 @@ class RemoteVariables:
 def _count_and_rate(
     optimizer: keras.optimizers.Optimizer,
 ) -> tuple[keras.Variable, keras.Variable | None]:
-    """An optimizer's number of steps and, if it is a variable, its learning rate.
+    """An optimizer's variables of its step count and, if it has one, its rate.
 
     With gradient accumulation `optimizer.iterations` counts updates, not steps.
     """

@@ -1,4 +1,4 @@
-"""A worker's input: its steps of `fit`, their batches; its shard in a custom loop."""
+"""A worker's input: steps and batches of `fit`, and its shard in a custom loop."""
 
 import itertools
 import time
@@ -22,11 +22,12 @@ __all__ = ["ElasticInputShard", "EpochBatches", "StepLeases"]
 
 
 class StepLeases:
-    """One worker's leases on steps of `fit`: claimed ahead, finished when applied.
+    """This worker's leases on steps of `fit`.
 
-    `number` counts the script's calls of `fit`. `waiting` returns a context manager,
-    entered while this worker waits for others. `length` is the epoch's number of steps,
-    None until it is known. `last_index` is the last step that this worker has begun.
+    A worker may claim several steps at once, and finishes a step after its update is
+    applied. `number` counts the script's calls of `fit`. `waiting` returns a context
+    manager, entered while this worker waits for others. `length` is the epoch's number
+    of steps, None until it is known. `last_index` is the last step that has begun.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class StepLeases:
         self.last_index = 0
         self._stream = ""
         self._ahead: deque[int] = deque()  # Leased steps that have not begun.
-        self._pending: deque[int] = deque()  # Steps whose update is under way.
+        self._pending: deque[int] = deque()  # Begun steps, not known to be applied.
         self._claimed_at: tuple[float, int] | None = None  # Time and step count.
         self._applied = 0
         self._has_begun = False
@@ -67,11 +68,11 @@ class StepLeases:
         return self._pending[-1]
 
     def finish_last(self) -> None:
-        """Finish the step that was claimed last, without an update."""
+        """Finish the last claimed step without an update."""
         self._finish([self._pending.pop()])
 
     def finish_unused(self) -> None:
-        """Finish all leased steps, since this worker's own data have ended."""
+        """Finish all leased steps, because this worker's own data have ended."""
         self._finish([self._pending.pop(), *self._ahead])
         self._ahead.clear()
 
@@ -80,20 +81,20 @@ class StepLeases:
         self._finish(self._take_applied())
 
     def truncate(self, length: int) -> None:
-        """End the epoch before the step claimed last: the shared data have ended."""
+        """End the epoch before the last claimed step: the shared data have ended."""
         self._session.board("end", stream=self._stream, length=length)
         self._pending.pop()
         self._ahead.clear()  # Steps after the end, which the board has dropped.
 
     def stop(self) -> None:
-        """End the epoch for all workers; give up this worker's unbegun steps."""
+        """End the epoch for all workers; give up leased steps that have not begun."""
         self._session.board("end", stream=self._stream)
         if self._ahead:
             self._finish([], given_up=list(self._ahead))
             self._ahead.clear()
 
     def _claim_ahead(self) -> bool:
-        """Prefetch tickets for the next steps; False at the epoch's end."""
+        """Lease the next steps; False at the epoch's end."""
         count, reason = self._num_ahead(), None
         half_time = 0.0
 
@@ -108,8 +109,8 @@ class StepLeases:
             previous, reason = reason, claimed.wait
             if reason is None:
                 return claimed
-            # A new reason shows that other workers make progress. After half of the
-            # timeout it ends the wait, so that the loop below restarts the deadline.
+            # A new reason shows that other workers make progress. In the second half
+            # of the timeout it ends the wait, and the loop below begins a new wait.
             is_moving = previous not in (None, reason)
             return claimed if is_moving and time.monotonic() > half_time else None
 
@@ -117,8 +118,8 @@ class StepLeases:
         follows = self._bounds_staleness and not session.is_chief
         with self._waiting():
             if follows and not self._has_begun:
-                # Otherwise this worker could hold the only ticket while it waits for
-                # the chief's initial values.
+                # Otherwise this worker could hold the only lease while it waits for the
+                # chief's initial values.
                 session.get(begun_key, f"the first step of fit {self._number}")
             while True:
                 half_time = time.monotonic() + session.timeouts.step / 2
@@ -138,7 +139,7 @@ class StepLeases:
         return not claimed.is_over
 
     def _num_ahead(self) -> int:
-        """Number of tickets to prefetch."""
+        """Number of steps to lease."""
         if self._bounds_staleness:
             return 1  # A leased step makes other workers wait.
         now, last = (time.monotonic(), self._session.steps), self._claimed_at
@@ -150,22 +151,22 @@ class StepLeases:
         return tickets_at_once(len(self._session.workers), step_seconds, left)
 
     def _take_applied(self) -> list[int]:
-        """Remove and return the tickets whose updates are applied."""
+        """Remove and return the steps whose updates are applied."""
         number = self._session.steps - self._applied
         self._applied += number
         return [self._pending.popleft() for _ in range(number)]
 
     def _drain(self) -> list[int]:
-        """Wait for the push in flight; return the tickets that are applied."""
+        """Wait for the push in flight; remove and return the applied steps."""
         self._home.settle()
         return self._take_applied()
 
-    def _finish(self, tickets: list[int], given_up: Sequence[int] = ()) -> None:
-        if tickets or given_up:
+    def _finish(self, steps: list[int], given_up: Sequence[int] = ()) -> None:
+        if steps or given_up:
             self._session.once(
                 "finish",
                 stream=self._stream,
-                indices=tickets,
+                indices=steps,
                 given_up=list(given_up),
             )
 
@@ -173,11 +174,10 @@ class StepLeases:
 class EpochBatches:
     """Forward-only access to each epoch's batches by index.
 
-    As in Keras, an epoch of `steps_per_epoch` continues where the last epoch stopped.
-    When the data end, the epoch ends early, and the next epoch starts a new iteration.
-    `iteration` is the number of iterations over shuffled data; None if the adapter does
-    not count them. An index means the same batch on all workers, however many batches
-    the threads of a `PyDataset` have prefetched.
+    An index stands for the same batch on all workers. As in Keras, an epoch of
+    `steps_per_epoch` continues where the last epoch stopped. When the data end, the
+    epoch ends early, and the next epoch starts a new iteration. `iteration` counts the
+    iterations over shuffled data; None if the adapter does not count them.
     """
 
     def __init__(self, adapter: Any, steps_per_epoch: int | None) -> None:
@@ -196,7 +196,7 @@ class EpochBatches:
         self._starts_iteration = True
 
     def begin(self, iteration: int | None) -> None:
-        """Begin an epoch; a new iteration over the data gets the number `iteration`."""
+        """Begin an epoch; a new iteration over the data has the number `iteration`."""
         self._adapter.on_epoch_begin()
         if self._starts_iteration:
             self._set_iteration(iteration)
@@ -207,7 +207,7 @@ class EpochBatches:
         trainer.end_epoch(self._adapter, is_endless=self._steps is not None)
 
     def end(self, length: int | None) -> None:
-        """End an epoch of `length` steps, if known."""
+        """End an epoch; `length` is its number of steps, if known."""
         is_short = self._steps and length is not None and length < self._steps
         number = self._adapter.num_batches
         self._first += self._steps or 0
@@ -222,7 +222,7 @@ class EpochBatches:
             set_iteration(self._adapter, iteration)
 
     def at(self, index: int) -> PyTree:
-        """Skip to the epoch's batch at an index; None if the data end before."""
+        """Skip to the epoch's batch at an index; None if the data end before it."""
         index += self._first
         if index == self._last[0]:
             return self._last[1]
@@ -236,11 +236,11 @@ class EpochBatches:
         return None
 
     def any(self) -> PyTree:
-        """The last batch that was read, or else the next one; None at the end."""
+        """The last batch that was read, or else the next batch; None at the end."""
         return self.next() if self._last[1] is None else self._last[1]
 
     def has_passed(self, index: int) -> bool:
-        """Whether the batch at an index was skipped and is no longer available."""
+        """Whether the batch at an index was read before and is no longer available."""
         return self._first + index < self._next and self._first + index != self._last[0]
 
     def next(self) -> PyTree:
@@ -263,7 +263,8 @@ class ElasticInputShard(InputShard):
         """Switch `of_loop` to the shard for a coordinator's closures.
 
         A closure reads all batches. A function that creates a worker's own data gets
-        the worker's index among those that run closures, which the chief does not.
+        the worker's index among the workers other than the chief, which runs no
+        closures.
         """
         is_chief = self.worker == 0
         place = None if is_chief else (self.worker - 1, self.num_workers - 1)
@@ -291,7 +292,7 @@ class ElasticInputShard(InputShard):
     def in_step(
         self, batches: Iterator[PyTree], *, same_data: bool = True, **_: object
     ) -> Iterator[PyTree]:
-        """This worker's share of data that all workers read; all of its own data."""
+        """This worker's batches of data that all workers read, or all of its own."""
         if not same_data:
             return iter(batches)
         return itertools.islice(batches, self.worker, None, self.num_workers)
