@@ -54,15 +54,10 @@ def streams_of(board):
     }
 
 
-def serve_status():
-    """Let clients of the boards in this process call `status`."""
-
-    def status(board):
-        starts = {name: x["starts"] for name, x in board.state()["workers"].items()}
-        return {"streams": streams_of(board), "starts": starts}
-
-    Board.status = status
-    Board.ANSWERS["status"] = Any
+def serve_streams():
+    """Let clients of the boards in this process call `streams`."""
+    Board.streams = streams_of
+    Board.ANSWERS["streams"] = Any
 
 
 def restarted(names, timeouts, state, wal=None, **options):

@@ -1,6 +1,5 @@
 """Jobs with parameter servers, whose tasks tests kill, stop and start again."""
 
-import contextlib
 import json
 import os
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from tests.ps.boards import serve_status
+from tests.ps.boards import serve_streams
 
 import replicax as rx
 import replicax.testing
@@ -85,27 +84,23 @@ class Watched(keras.callbacks.Callback):
 def counts_of(strategy):
     """What the servers and the board have counted, after a single epoch."""
     session = strategy.session
-    status = session.board("status")
-    stream = status["streams"]["fit 1/epoch/0"]
+    stream = session.board("streams")["fit 1/epoch/0"]
     groups = [
         group
         for connection in session.connections
         for group in connection.call("store.status")["groups"].values()
     ]
     return {
-        "sockets": len(sockets_here()),
         "versions": [group["version"] for group in groups],
-        "pushes": {n: sum(h.values()) for n, h in strategy.staleness().items()},
         "finished": stream["finished"],
         "lost": len(stream["lost"]),
         "next": stream["next"],
-        "starts": status["starts"],
     }
 
 
 def make(options):
     """The strategy of a job; `options["timeouts"]` change those of `TIMEOUTS`."""
-    serve_status()
+    serve_streams()
     timeouts = rx.Timeouts(**TIMEOUTS | options.get("timeouts", {}))
     return ParameterServerStrategy(**options | {"timeouts": timeouts})
 
@@ -152,7 +147,7 @@ def counted(options):
     if not strategy.is_chief:
         return {}
     made = {n: session.get(f"made {n}", "counts") for n in session.workers}
-    stream = session.board("status")["streams"]["fit 1/epoch/0"]
+    stream = session.board("streams")["fit 1/epoch/0"]
     predicted = model.predict(POINTS, verbose=0).argmax(-1)
     return {
         "accuracy": float(np.mean(predicted == LABELS)),
@@ -179,16 +174,6 @@ class FailAtStep(keras.callbacks.Callback):
 
 
 HOOKS = {"fail": FailAtStep}
-
-
-def sockets_here():
-    """The descriptors of this process' sockets."""
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # It may be closed by now.
-            if entry.readlink().name.startswith("socket:"):
-                found.append(int(entry.name))
-    return found
 
 
 # The tests' side.
@@ -287,13 +272,6 @@ def check_counts(found):
     assert done + lost == found["next"]
     for version in found["versions"]:
         assert done <= version <= done + lost
-
-
-def snapshots_in(tmp_path, every_updates=5):
-    return {
-        "snapshot_dir": str(tmp_path / "snapshots"),
-        "snapshot_every_updates": every_updates,
-    }
 
 
 def durable(tmp_path, every_updates=1):

@@ -140,16 +140,6 @@ def unseeded_initial_weights(strategy):
     return {"frozen": first[0], "trained": first[2]}
 
 
-@slow_case
-def frozen_layers_stay(strategy):
-    model = classifier("sgd")
-    model.layers[0].trainable = False
-    model.compile("sgd", loss_of, metrics=[Seen()])
-    first = model.get_weights()
-    history = model.fit(X, Y, **QUIET)
-    return outcome(model, history, first=first)
-
-
 @case
 def learning_rate_scheduler(strategy):
     # Nothing is learned any more after the first epoch.
@@ -158,23 +148,6 @@ def learning_rate_scheduler(strategy):
     callbacks = [
         keras.callbacks.LearningRateScheduler(
             lambda epoch, rate: 0.0 if epoch else 0.1
-        ),
-        keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs: weights.append(model.get_weights())
-        ),
-    ]
-    history = model.fit(X, Y, epochs=3, callbacks=callbacks, **QUIET)
-    return outcome(model, history, each=weights)
-
-
-@slow_case
-def reduced_on_plateau(strategy):
-    model = classifier(keras.optimizers.SGD(0.5))
-    weights = []
-    callbacks = [
-        # Every epoch but the first is a plateau.
-        keras.callbacks.ReduceLROnPlateau(
-            monitor="loss", factor=1e-9, patience=1, min_delta=1e9, min_lr=0.0
         ),
         keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: weights.append(model.get_weights())
@@ -399,41 +372,6 @@ def weights_that_the_chief_assigns(strategy):
 def moving_average_of_weights(strategy):
     model = classifier(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9))
     return outcome(model, model.fit(X, Y, epochs=2, **QUIET))
-
-
-@slow_case
-def constraints_and_regularizers(strategy):
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(
-                3,
-                kernel_constraint=keras.constraints.UnitNorm(axis=0),
-                bias_regularizer=keras.regularizers.L2(0.1),
-            ),
-        ]
-    )
-    model.compile("sgd", loss_of, metrics=[Seen()])
-    return outcome(model, model.fit(X, Y, epochs=2, **QUIET))
-
-
-@slow_case
-def clipped_by_its_norm(strategy):
-    model = classifier(keras.optimizers.SGD(1.0, global_clipnorm=1e-3))
-    first = model.get_weights()
-    history = model.fit(X, Y, epochs=1, **QUIET)
-    return outcome(model, history, first=first)
-
-
-@slow_case
-def schedule_and_iterations(strategy):
-    # Zero from the sixth update on.
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.1, 0.0])
-    model = classifier(keras.optimizers.SGD(schedule))
-    model.fit(X, Y, epochs=1, **QUIET)
-    first = model.get_weights()
-    history = model.fit(X, Y, epochs=2, **QUIET)
-    return outcome(model, history, first=first)
 
 
 @case

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from tests.ps.jobs import Job, all_done, snapshots_in
+from tests.ps.jobs import Job, all_done, durable
 
 pytest.importorskip("pyarrow")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
@@ -15,7 +15,7 @@ ALARM = re.compile(r".*(?:no valid token|without a valid token|no token|wrong to
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["ps:0", "ps:1"])
 def test_frozen_and_restarted_servers_accuse_nobody(tmp_path, server):
-    options = snapshots_in(tmp_path, 25) | {"timeouts": {"step": 10}}
+    options = durable(tmp_path, 25) | {"timeouts": {"step": 10}}
     with Job(tmp_path, options=options) as cluster:
         for name in ("worker:0", "worker:1"):
             cluster.wait_for_step(name, 10)

@@ -16,28 +16,6 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_not_waited_for_and_may_come_back(tmp_path):
-    with Job(tmp_path, options={}) as cluster:
-        cluster.wait_for_step("worker:1", 5)
-        cluster.kill("worker:1")
-        cluster.wait_for_progress("worker:0", steps=10)
-        cluster.restart("worker:1")
-        cluster.wait_for_step("worker:1", 5)
-        results = cluster.end()
-        found = all_done(results)
-        check_counts(found)
-        assert 0 < found["lost"] <= 4
-        assert found["starts"] == {"worker:0": 1, "worker:1": 2}
-        assert found["pushes"]["worker:1"] >= 6
-        assert results["worker:1"].value["accuracy"] > 0.9
-        assert "worker:1 is back" in results["worker:1"].output
-        # The constructor does not return in a server.
-        assert "ParameterServerStrategy(" in results["worker:0"].output
-        assert "ParameterServerStrategy(" not in results["ps:0"].output
-    cluster.assert_nothing_is_left()
-
-
-@pytest.mark.slow
 def test_a_worker_that_does_not_come_back_ends_nothing(tmp_path):
     with Job(tmp_path, options={}, epochs=500) as cluster:
         cluster.wait_for_step("worker:1", 25)

@@ -100,7 +100,7 @@ def test_constraints_and_optimizers_keep_variables_whole(caplog) -> None:
         "v[2:4]",
     ]
     assert caplog.messages == [
-        "group 'g': variables with a constraint are not split: a constraint sees the "
+        "group 'g': variables with a constraint are not split: a constraint needs the "
         "whole variable. Kept whole: c"
     ]
     caplog.clear()

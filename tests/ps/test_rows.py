@@ -43,7 +43,6 @@ def group_of(class_name, config, name="group 0", **rule):
     return VariableGroup(name=name, rule=rule, shards=())
 
 
-ADAM_GROUP = group_of("Adam", ADAM)
 SGD_GROUP = group_of(
     "SGD", {"learning_rate": 0.5, "momentum": 0.0, "nesterov": False}, "group 1"
 )
@@ -285,24 +284,6 @@ def test_one_seed_stands_on_all_servers(make_rows):
     assert any((everything(first) == candidate).all() for candidate in candidates)
 
 
-def test_tables_that_do_not_fit_are_errors(rows, make_rows):
-    with pytest.raises(ValueError, match="with 101 rows of 4; got 101 rows of 5"):
-        make_rows().create(table("words", dim=5))
-    with pytest.raises(ValueError, match="has an optimizer already"):
-        rows.connect(ADAM_GROUP, [Anchor("words")])
-    rows.create(table("topics", num_rows=10))
-    lamb = group_of("Lamb", {}, "lamb 0")
-    with pytest.raises(ValueError, match="rows cannot be updated by 'Lamb'"):
-        rows.connect(lamb, [Anchor("topics")])
-
-
-def test_assigned_learning_rates_reach_the_rows(rows):
-    before = everything(rows)
-    rows.assign_rate(SGD_GROUP.name, ["words"], 0.25)
-    step(rows, [1, 2])
-    np.testing.assert_allclose(before[1:3] - everything(rows)[1:3], 0.25, atol=1e-7)
-
-
 def test_an_anchor_that_does_not_decay_keeps_its_rows(make_rows):
     rows = make_rows()
     config = {**ADAM, "weight_decay": 0.5}
@@ -337,18 +318,6 @@ def test_a_server_that_comes_back_between_steps_goes_on(rows, servers):
     servers.bring_back(1, servers.lose(1))
     step(rows, [1, 2])
     np.testing.assert_allclose(before[1:3] - everything(rows)[1:3], 1.0, atol=1e-6)
-
-
-def test_a_restarted_server_counts_what_is_lost(rows, servers):
-    step(rows, [1, 2])
-    state = servers.tables[1].state()
-    for _ in range(3):
-        step(rows, [1, 2])
-    servers.lose(1)
-    servers.bring_back(1, state)
-    step(rows, [1, 2])
-    assert [tables.table("words").lost for tables in servers.tables] == [0, 3]
-    assert servers.versions() == [5, 2]
 
 
 def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, caplog):

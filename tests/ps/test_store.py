@@ -61,15 +61,6 @@ def test_push_applies_the_optimizer_and_returns_the_newest_values() -> None:
     assert values(store) == [-0.5] * 8
 
 
-def test_a_repeated_push_is_answered_and_not_applied() -> None:
-    _, [store] = held(ADD)
-    push(store, 5)
-    push(store, 1, worker="worker:1")
-    again = push(store, 5)
-    assert (again.version, again.applied) == (2, True)
-    assert values(store) == [2.0] * 8
-
-
 def test_an_older_push_and_an_older_session_are_refused(caplog) -> None:
     _, [store] = held(ADD)
     push(store, 5)

@@ -1,7 +1,5 @@
 """Tables: rows that start and are updated as Keras would, wherever they lie."""
 
-import threading
-
 import keras
 import msgspec
 import numpy as np
@@ -268,28 +266,6 @@ def test_check_ids_and_sum_duplicates_take_nothing():
 # Exactly once.
 
 
-def test_threads_push_and_read_at_once():
-    table = Table(spec_of(initializer={"class_name": "Zeros"}))
-    num_threads, num_pushes = 4, 50
-
-    def work(i):
-        for n in range(num_pushes):
-            push(table, [1, 1, 2 + i], np.ones((3, DIM)), n, worker=f"worker:{i}")
-            rows = table.rows(np.array([1]))
-            assert (rows == rows[0, 0]).all()
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert table.version == num_threads * num_pushes
-    np.testing.assert_allclose(
-        whole(table)[1], -0.1 * 2 * num_threads * num_pushes, rtol=1e-4
-    )
-    np.testing.assert_allclose(whole(table)[2:6], -0.1 * num_pushes, rtol=1e-4)
-
-
 # Synchronous steps.
 
 
@@ -309,29 +285,6 @@ def test_the_learning_rate_can_be_set():
 
 
 # Snapshots.
-
-
-def test_a_table_goes_on_from_its_state():
-    spec = spec_of(keras.optimizers.Adam(0.1))
-    table, other = Table(spec), Table(msgspec.structs.replace(spec, seed=8))
-    push(table, [1, 2], np.ones((2, DIM)), 0)
-    push(table, [1, 3], np.ones((2, DIM)), 1, worker="worker:1", session="b")
-    arrays, described = table.state()
-    push(table, [1, 2], np.ones((2, DIM)), 2)  # The copies stay as they are.
-    other.load_state(arrays, described)
-    assert other.version == 2
-    push(other, [1, 3], np.ones((2, DIM)), 1, worker="worker:1", session="b")
-    push(other, [1, 2], np.ones((2, DIM)), 2)
-    np.testing.assert_array_equal(whole(other), whole(table))
-    assert other.state()[1]["last"] == table.state()[1]["last"]
-
-
-def test_a_state_of_another_table_is_refused():
-    arrays, described = Table(spec_of()).state()
-    with pytest.raises(TableError, match="Use the number of servers"):
-        Table(spec_of(), num_servers=2).load_state(arrays, described)
-    with pytest.raises(TableError, match="slots/momentum"):
-        Table(spec_of(keras.optimizers.Adam())).load_state(arrays, described)
 
 
 def test_a_spec_goes_through_json():
