@@ -263,4 +263,4 @@ def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session, ca
     again.pull()
     for each in (chief, again):
         (steps,) = each.optimizer.slots("iteration").values()
-        assert each.version + each.steps_ahead == steps == 8
+        assert each.steps + each.steps_ahead == steps == 8

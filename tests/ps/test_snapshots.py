@@ -104,7 +104,7 @@ def test_arrays_are_read_one_by_one(tmp_path) -> None:
 
 
 def test_keeps_the_newest(tmp_path) -> None:
-    snapshots = Snapshots(tmp_path, 0, keep=2)
+    snapshots = Snapshots(tmp_path, 0)
     for i in range(4):
         snapshots.write({"meta": {"i": i}, "arrays": {}})
     assert written(snapshots) == ["snapshot-000000003", "snapshot-000000004"]
@@ -259,7 +259,7 @@ def test_pushes_go_on_while_a_snapshot_is_written(tmp_path) -> None:
 
 
 def test_wrong_arguments(tmp_path) -> None:
-    for arguments in ({"every_updates": 0}, {"every_seconds": -1.0}, {"keep": 0}):
+    for arguments in ({"every_updates": 0}, {"every_seconds": -1.0}):
         with pytest.raises(ValueError, match=f"got {next(iter(arguments))}="):
             Snapshots(tmp_path, 0, **arguments)
 

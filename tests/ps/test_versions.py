@@ -23,7 +23,7 @@ def task(other, version=OTHER):
     if f"{own['type']}:{own['index']}" in other:
         _version.__version__ = version
     strategy = rx.ParameterServerStrategy(
-        timeouts=rx.Timeouts(startup=100, heartbeat=3, chief=100)
+        timeouts=rx.Timeouts(startup=60, heartbeat=3, chief=100)
     )
     print("joined", flush=True)
     strategy.session.barrier("together")
@@ -35,7 +35,7 @@ def job(*other, num_workers=2):
         task,
         tasks={"worker": num_workers, "ps": 2},
         args=(other,),
-        deadline_seconds=90,
+        deadline_seconds=130,
     )
 
 
@@ -61,8 +61,9 @@ def test_another_worker_of_another_version_is_refused_alone():
         refused = cluster.task("worker:2")
         assert refused.wait(timeout_seconds=60) == 1
         assert both_versions(refused.output, "worker:2", "ps:0")
+        # Servers wait for the refused worker until the start-up deadline.
         for name in ("worker:0", "worker:1", "ps:0", "ps:1"):
-            cluster.task(name).wait(timeout_seconds=60)
+            cluster.task(name).wait(timeout_seconds=100)
         results = cluster.wait()
     assert results["worker:0"].exit_code == results["worker:1"].exit_code == 0
     assert both_versions(results["ps:0"].output, "worker:2", "ps:0")

@@ -39,10 +39,6 @@ class DenseGroup(Group):
             self._optimizer = ServerOptimizer(group, server)
             self.vectors, self._slots = self._optimizer.start(vectors)
 
-    def status(self) -> JSONObject:
-        """The status of `Group`, and whether the group is trained."""
-        return super().status() | {"is_trained": self.group.is_trained}
-
     def require_same(self, other: VariableGroup) -> None:
         """Raise if `other`, a new group of the same name, differs."""
         if self.group.digest != other.digest:

@@ -313,7 +313,7 @@ class PushRows(Message[TablePushed], tag="push_rows"):
         table = store.table(self.table)
         with table.lock:
             table.count_lost(self.seen)
-        version, is_applied = table.push_rows(
+        last = table.push_rows(
             vectors["ids"],
             vectors["gradients"].reshape(self.num_rows, table.spec.dim),
             worker=self.worker,
@@ -321,7 +321,7 @@ class PushRows(Message[TablePushed], tag="push_rows"):
             sequence=self.sequence,
             closure=self.closure,
         )
-        return TablePushed(store.incarnation, version, is_applied), {}
+        return TablePushed(*table.seen, last.applied), {}
 
 
 MESSAGES: dict[str, type[Message]] = {

@@ -94,13 +94,8 @@ class RemoteGroup:
         return {server: version for server, (_, version) in self._seen.items()}
 
     @property
-    def version(self) -> int:
-        """The newest of `versions`: the number of updates and assignments."""
-        return max(self.versions.values(), default=0)
-
-    @property
     def steps(self) -> int:
-        """The number of steps in the newest of `versions`."""
+        """The number of updates in the newest of the cached values."""
         return max(self._steps.values(), default=0)
 
     # Creation.

@@ -53,6 +53,7 @@ _STATE = "state.json"
 _DONE = "done"
 _NAME = re.compile(r"snapshot-(\d{9})")
 _FORMAT = FolderFormat("snapshot", "replicax-snapshot", 2, "It is skipped.")
+_KEPT = 2
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
 
@@ -73,7 +74,7 @@ class Snapshots:
     After `start` a thread writes a snapshot after the first update, and then whenever
     `every_updates` were applied, `every_seconds` have passed since the first update
     that is not on disk, or more updates were lost. Without both options there is no
-    thread. Pushes go on meanwhile. The newest `keep` snapshots are kept. `wal` is the
+    thread. Pushes go on meanwhile. The newest two snapshots are kept. `wal` is the
     write-ahead log since the newest snapshot, `job` the id of the job.
     """
 
@@ -84,12 +85,10 @@ class Snapshots:
         *,
         every_updates: int | None = None,
         every_seconds: float | None = None,
-        keep: int = 2,
     ) -> None:
         for name, value in (
             ("every_updates", every_updates),
             ("every_seconds", every_seconds),
-            ("keep", keep),
         ):
             if value is not None and not value > 0:
                 raise ValueError(
@@ -100,7 +99,6 @@ class Snapshots:
         self.job = ""
         self._every_updates = every_updates
         self._every_seconds = every_seconds
-        self._keep = keep
         self._stop = threading.Event()
         # Whether answers wait until their update is on disk.
         self._is_durable = every_updates == 1
@@ -287,7 +285,7 @@ class Snapshots:
         return self.folder / f"snapshot-{number:09d}"
 
     def _remove_old(self) -> None:
-        for number in self._numbers()[: -self._keep]:
+        for number in self._numbers()[:-_KEPT]:
             try:
                 remove_folder(self._path(number))
             except OSError as error:

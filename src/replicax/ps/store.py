@@ -190,7 +190,11 @@ class VariableStore:
                         staleness.setdefault(worker, Counter()).update(histogram)
         groups = {dense.group.name: dense.status() for dense in self._all(self._groups)}
         tables = {table.spec.name: table.status() for table in self._all(self._tables)}
-        trained = [group for group in groups.values() if group["is_trained"]]
+        trained = [
+            groups[dense.group.name]
+            for dense in self._all(self._groups)
+            if dense.group.is_trained
+        ]
         counted = trained or groups.values() or tables.values()
         return {
             "server": self.server,

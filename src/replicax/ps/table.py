@@ -3,7 +3,7 @@
 Row `r` lies on server `r % num_servers`, at index `r // num_servers` of its arrays.
 """
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.call_log import Sessions
-from replicax.ps.groups import Arrays, Group
+from replicax.ps.groups import Arrays, Group, LastPush
 from replicax.ps.limits import Closure, RequestError
 from replicax.ps.row_initializers import check_initializer, fill_rows
 from replicax.ps.row_optimizer import RowOptimizer, differing_options
@@ -87,17 +87,6 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def num_rows_on(self, server: int, num_servers: int) -> int:
         """Number of the table's rows on a server."""
         return len(range(server, self.num_rows, num_servers))
-
-    def to_json(self) -> JSONObject:
-        """The spec as JSON values; `TableSpec(**values)` restores it."""
-        return msgspec.to_builtins(self)
-
-
-class RowsPushed(NamedTuple):
-    """The table's version after a push, and whether the push was applied."""
-
-    version: int
-    applied: bool
 
 
 class Table(Group):
@@ -191,7 +180,7 @@ class Table(Group):
         session: str,
         sequence: int,
         closure: Closure | None = None,
-    ) -> RowsPushed:
+    ) -> LastPush:
         """Update rows with their gradients, exactly once; see `Group.push`.
 
         Every push counts as an update of the table, even without ids: workers push to
@@ -205,8 +194,7 @@ class Table(Group):
         places, gradients = sum_duplicates(places, gradients.astype(np.float32))
         summed = {"ids": places, "gradients": gradients}
         with self.lock:
-            last = self.push(worker, session, sequence, summed, closure=closure)
-            return RowsPushed(self.version, last.applied)
+            return self.push(worker, session, sequence, summed, closure=closure)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of later updates; not if a schedule sets it."""
@@ -226,7 +214,7 @@ class Table(Group):
         arrays: dict[str, np.ndarray | jax.Array]
         arrays = {name: array.copy() for name, array in self._arrays().items()}
         return arrays, {
-            "spec": self.spec.to_json(),
+            "spec": msgspec.to_builtins(self.spec),
             "server": self.server,
             "num_servers": self._num_servers,
             "groups": sorted(self._groups),
