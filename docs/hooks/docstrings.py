@@ -64,5 +64,7 @@ class Constructors(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Drop what the pages would show as the class's signature."""
         for cls in classes(pkg):
+            if cls.name.startswith("_"):
+                continue  # Public classes inherit its constructor.
             if cls.docstring is None or not _ARGS.search(cls.docstring.value):
                 cls.members.pop("__init__", None)

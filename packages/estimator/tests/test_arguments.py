@@ -18,7 +18,7 @@ def anyhow(fn: Any) -> Any:
 
 
 @pytest.mark.parametrize("decorated", [lambda fn: fn, anyhow, functools.partial])
-def test_model_functions(decorated: Any) -> None:
+def test_model_fn_gets_the_arguments_of_its_signature(decorated: Any) -> None:
     seen = {}
 
     def model_fn(features: Any, labels: Any, mode: Any) -> EstimatorSpec:
@@ -33,7 +33,7 @@ def test_model_functions(decorated: Any) -> None:
 
 
 @pytest.mark.parametrize("decorated", [lambda fn: fn, anyhow])
-def test_what_a_partial_has_given_stays(decorated: Any) -> None:
+def test_partial_arguments_are_kept(decorated: Any) -> None:
     seen = []
 
     def model_fn(features: Any, labels: Any, mode: Any, params: Any) -> EstimatorSpec:
@@ -45,7 +45,7 @@ def test_what_a_partial_has_given_stays(decorated: Any) -> None:
     assert seen == [{"units": 8}]
 
 
-def test_input_functions() -> None:
+def test_input_fn_gets_the_arguments_of_its_signature() -> None:
     def input_fn(params: Any, input_context: Any = None) -> None:
         pass
 

@@ -33,7 +33,7 @@ def exported(tmp_path) -> Path:
     return write(tmp_path)
 
 
-def test_damage_is_noticed(exported) -> None:
+def test_a_damaged_manifest_is_an_error(exported) -> None:
     file = exported / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["values"]["saved_model"]["global_step"] = 7
@@ -48,7 +48,7 @@ def test_a_checkpoint_is_no_saved_model(tmp_path) -> None:
         load_saved_model(path)
 
 
-def test_nothing_to_load(tmp_path) -> None:
+def test_a_folder_without_saved_models_is_an_error(tmp_path) -> None:
     for path in (tmp_path, tmp_path / "x"):
         with pytest.raises(rx.CheckpointError, match="there is none at this path"):
             load_saved_model(path)

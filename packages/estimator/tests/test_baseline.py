@@ -30,10 +30,10 @@ def test_the_mean_of_the_labels(tmp_path) -> None:
     spread = np.average(((labels - mean) ** 2).mean(1), weights=w)
     assert results["average_loss"] == pytest.approx(spread, rel=1e-4)
     # Whatever the features are, of which only the number of rows counts.
-    (made,) = estimator.predict(
+    (predicted,) = estimator.predict(
         lambda: {"word": np.array(["b"] * 3)}, yield_single_examples=False
     )
-    np.testing.assert_array_equal(made["predictions"], np.tile(bias, (3, 1)))
+    np.testing.assert_array_equal(predicted["predictions"], np.tile(bias, (3, 1)))
 
 
 def test_the_classes_frequencies(tmp_path) -> None:
@@ -44,14 +44,14 @@ def test_the_classes_frequencies(tmp_path) -> None:
     )
     estimator.train(lambda: ({"x": x}, names[y]), steps=200)
     shares = np.bincount(y) / len(y)
-    made = next(estimator.predict(lambda: x))
-    np.testing.assert_allclose(made["probabilities"], shares, rtol=1e-2)
-    assert made["classes"].tolist() == [names[shares.argmax()]]
+    predicted = next(estimator.predict(lambda: x))
+    np.testing.assert_allclose(predicted["probabilities"], shares, rtol=1e-2)
+    assert predicted["classes"].tolist() == [names[shares.argmax()]]
     results = estimator.evaluate(lambda: ({"x": x}, names[y]))
     assert results["accuracy"] == pytest.approx(shares.max())
 
 
-def test_features_that_tell_no_number_of_rows(tmp_path) -> None:
+def test_features_without_rows_are_an_error(tmp_path) -> None:
     estimator = E.BaselineRegressor(tmp_path)
     with pytest.raises(ValueError, match="number of rows"):
         estimator.train(lambda: ({}, [1.0, 2.0]), steps=1)

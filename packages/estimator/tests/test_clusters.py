@@ -1,5 +1,6 @@
 """`train_and_evaluate` in real clusters, from TF_CONFIG."""
 
+import json
 import os
 import random
 from pathlib import Path
@@ -15,7 +16,6 @@ from replicax_estimator import (
     Estimator,
     EstimatorSpec,
     EvalSpec,
-    ModeKeys,
     RunConfig,
     TrainSpec,
     numpy_input_fn,
@@ -181,7 +181,7 @@ def continued(folder: str, max_steps: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
-def test_servers_go_on_from_the_checkpoint_of_another_strategy(tmp_path: Path) -> None:
+def test_servers_continue_the_checkpoint_of_another_strategy(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     Estimator(model_fn, tmp_path).train(eval_input, max_steps=5)
     run(
@@ -194,36 +194,19 @@ def test_servers_go_on_from_the_checkpoint_of_another_strategy(tmp_path: Path) -
     assert int(values(tmp_path)["adam/iteration"]) == 9
 
 
-def alone_in_a_cluster(folder: str) -> str:
-    estimator = Estimator(model_fn, model_dir=folder)
-    with pytest.raises(ValueError, match="trains in one process") as caught:
-        train_and_evaluate(estimator, TrainSpec(eval_input), EvalSpec(eval_input))
-    return str(caught.value)
-
-
-def test_a_cluster_needs_a_strategy_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("has_folder", "message"),
+    [(True, "trains in one process.*MultiWorkerMirroredS"), (False, "no model_dir")],
+)
+def test_wrong_estimators_of_a_cluster(
+    has_folder: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "TF_CONFIG",
-        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index":'
-        " 1}}",
-    )
-    message = alone_in_a_cluster(str(tmp_path))
-    assert "MultiWorkerMirroredStrategy" in message
-
-
-def test_a_cluster_needs_a_model_dir(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "TF_CONFIG",
-        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index":'
-        " 1}}",
-    )
-    with pytest.raises(ValueError, match="no model_dir"):
-        train_and_evaluate(
-            Estimator(model_fn), TrainSpec(eval_input), EvalSpec(eval_input)
-        )
-    assert ModeKeys.PREDICT == "infer"
+    task = {"type": "worker", "index": 1}
+    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": task}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    estimator = Estimator(model_fn, tmp_path if has_folder else None)
+    with pytest.raises(ValueError, match=message):
+        train_and_evaluate(estimator, TrainSpec(eval_input), EvalSpec(eval_input))
 
 
 def shuffled(folder: str) -> float:

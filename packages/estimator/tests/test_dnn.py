@@ -3,10 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from sklearn.datasets import load_breast_cancer, load_diabetes
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import train_test_split
-from sklearn.preprocessing import StandardScaler
+from sklearn.datasets import load_diabetes
 from tests.conftest import mirrored
 
 import replicax as rx
@@ -17,23 +14,6 @@ X = fc.numeric_column("x", 2)
 COLOR = fc.categorical_column_with_vocabulary_list("color", ["red", "green"])
 
 
-@pytest.mark.slow
-def test_breast_cancer_as_well_as_logistic_regression(tmp_path) -> None:
-    x, y = load_breast_cancer(return_X_y=True)
-    x_train, x_test, y_train, y_test = train_test_split(x, y, random_state=0)
-    scaler = StandardScaler().fit(x_train)
-    x_train, x_test = scaler.transform(x_train), scaler.transform(x_test)
-    linear = LogisticRegression().fit(x_train, y_train).score(x_test, y_test)
-    input_fn = E.numpy_input_fn({"x": x_train}, y_train, 16, 12, shuffle=True, seed=0)
-    config = E.RunConfig(train_distribute=mirrored(2), tf_random_seed=0)
-    estimator = E.DNNClassifier(
-        [16, 8], [fc.numeric_column("x", 30)], tmp_path, config=config
-    )
-    estimator.train(input_fn)
-    all_once = E.numpy_input_fn({"x": x_test}, y_test, 50, shuffle=False)
-    assert estimator.evaluate(all_once)["accuracy"] >= linear > 0.9
-
-
 def values_of(estimator, prefix="") -> dict[str, np.ndarray]:
     return {
         name: estimator.get_variable_value(name)
@@ -42,7 +22,7 @@ def values_of(estimator, prefix="") -> dict[str, np.ndarray]:
     }
 
 
-def test_two_replicas_are_one_with_their_batches_together(tmp_path) -> None:
+def test_two_replicas_train_like_one_with_both_batches(tmp_path) -> None:
     x, y = load_diabetes(return_X_y=True)
     features = {"x": x[:96, :2] * 20, "w": np.abs(x[:96, 2]) * 40}
     values = {}
@@ -141,7 +121,7 @@ def test_both_parts_have_their_own_optimizer(tmp_path) -> None:
                 assert (value != last[name]).any() == name.startswith(part + "/"), name
 
 
-def test_the_parts_are_added_up(tmp_path) -> None:
+def test_logits_are_the_sum_of_the_parts(tmp_path) -> None:
     estimator = combined(
         tmp_path, linear_optimizer="Adam", dnn_optimizer="Adam", dnn_activation_fn=None
     ).train(lambda: BATCH, steps=5)
@@ -156,11 +136,11 @@ def test_the_parts_are_added_up(tmp_path) -> None:
     weights = values["linear/linear_model/color/weights"]
     net += [np.zeros(1) if i is None else weights[i] for i in ids]
     net += values["linear/linear_model/bias_weights"]
-    made = [p["predictions"] for p in estimator.predict(lambda: BATCH[0])]
-    np.testing.assert_allclose(made, net, rtol=1e-5)
+    result = [p["predictions"] for p in estimator.predict(lambda: BATCH[0])]
+    np.testing.assert_allclose(result, net, rtol=1e-5)
 
 
-def test_one_part_of_two(tmp_path) -> None:
+def test_a_combined_model_may_have_one_part(tmp_path) -> None:
     batch = BATCH[0], np.array(["no", "yes", "yes", "no"])
     estimator = combined(
         tmp_path,
@@ -175,7 +155,7 @@ def test_one_part_of_two(tmp_path) -> None:
     assert [column.name for column in estimator.preprocessor.columns] == ["color"]
 
 
-def test_training_goes_on_in_a_new_process(tmp_path) -> None:
+def test_optimizer_names_do_not_depend_on_earlier_optimizers(tmp_path) -> None:
     """Names of an instance's copies do not count what a process has made before."""
     for number in (1, 2):
         keras.optimizers.Adam()  # Later ones are adam_1, ...

@@ -58,7 +58,7 @@ def test_steps_and_max_steps_together() -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_a_number_of_steps_that_is_none(number: int) -> None:
+def test_steps_below_one_are_an_error(number: int) -> None:
     with pytest.raises(ValueError, match=f"at least 1; got {number}"):
         make().train(input_fn, steps=number)
     with pytest.raises(ValueError, match=f"at least 1; got {number}"):
@@ -77,7 +77,7 @@ def test_a_number_of_steps_that_is_none(number: int) -> None:
         ),
     ],
 )
-def test_another_model_in_an_old_folder(
+def test_a_checkpoint_of_another_model_is_an_error(
     params: dict[str, Any], names: str, tmp_path: Path
 ) -> None:
     make(tmp_path).train(input_fn, steps=1)
@@ -88,7 +88,7 @@ def test_another_model_in_an_old_folder(
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-def test_nothing_to_evaluate_or_predict_with(tmp_path: Path) -> None:
+def test_methods_without_a_checkpoint_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="evaluate: there is no checkpoint in"):
         make(tmp_path).evaluate(input_fn)
     with pytest.raises(ValueError, match="predict: there is no checkpoint in"):
@@ -97,9 +97,9 @@ def test_nothing_to_evaluate_or_predict_with(tmp_path: Path) -> None:
         make(tmp_path).get_variable_names()
 
 
-def test_a_variable_that_is_not_there(tmp_path: Path) -> None:
+def test_an_unknown_variable_is_an_error(tmp_path: Path) -> None:
     estimator = make(tmp_path).train(input_fn, steps=1)
-    with pytest.raises(ValueError, match=r"no variable 'kernel'; there are .*dense/k"):
+    with pytest.raises(KeyError, match="kernel"):
         estimator.get_variable_value("kernel")
 
 
@@ -107,7 +107,7 @@ def test_a_variable_that_is_not_there(tmp_path: Path) -> None:
     ("wrong", "error", "message"),
     [
         (lambda: None, TypeError, "input_fn returned None"),
-        (lambda: iter([]), ValueError, "gives no batch"),
+        (lambda: iter([]), ValueError, "returns no batch"),
         (lambda: iter([(X, Y, Y)]), ValueError, "a tuple of 3"),
         (lambda: iter([(X, Y[:5])]), ValueError, "differ in dimension 0"),
         (
@@ -119,14 +119,12 @@ def test_a_variable_that_is_not_there(tmp_path: Path) -> None:
         ("no function", TypeError, "input_fn must be a function"),
     ],
 )
-def test_input_that_does_not_fit(
-    wrong: Any, error: type[Exception], message: str
-) -> None:
+def test_wrong_input(wrong: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make().train(wrong, steps=1)
 
 
-def test_features_of_another_shape_than_before(tmp_path: Path) -> None:
+def test_features_of_another_shape_are_an_error(tmp_path: Path) -> None:
     estimator = make(tmp_path).train(input_fn, steps=1)
     with pytest.raises((rx.ContextError, rx.CheckpointError, ValueError)) as caught:
         estimator.train(lambda: (X[:, :1], Y), steps=1)
@@ -192,14 +190,12 @@ def adam(_: Any) -> Any:
         (lambda features, labels: 3, TypeError, "model_fn must be a EstimatorSpec; go"),
     ],
 )
-def test_a_spec_that_does_not_fit(
-    model: Any, error: type[Exception], message: str
-) -> None:
+def test_wrong_specs(model: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Estimator(model).train(input_fn, steps=1)
 
 
-def test_a_model_function_with_other_arguments() -> None:
+def test_model_fn_with_unknown_arguments() -> None:
     with pytest.raises(ValueError, match=r"arguments \['images'\]"):
         Estimator(lambda images, labels: None)
     with pytest.raises(ValueError, match="no argument of that name"):
@@ -208,7 +204,7 @@ def test_a_model_function_with_other_arguments() -> None:
         Estimator(3)  # type: ignore[arg-type]
 
 
-def test_layers_that_are_made_outside() -> None:
+def test_layers_from_outside_the_model_fn() -> None:
     layer = keras.layers.Dense(1)
     layer.build((None, 2))
 
@@ -220,7 +216,7 @@ def test_layers_that_are_made_outside() -> None:
         Estimator(outside).train(input_fn, steps=1)
 
 
-def test_an_optimizer_that_is_made_outside() -> None:
+def test_an_optimizer_from_outside_the_model_fn() -> None:
     optimizer = keras.optimizers.SGD()
 
     def outside(features: Any, labels: Any, mode: str) -> EstimatorSpec:
@@ -231,7 +227,7 @@ def test_an_optimizer_that_is_made_outside() -> None:
         Estimator(outside).train(input_fn, steps=1)
 
 
-def test_an_optimizer_for_two_updates() -> None:
+def test_two_train_ops_with_one_optimizer() -> None:
     def twice(features: Any, labels: Any, mode: str) -> EstimatorSpec:
         one, two = keras.layers.Dense(1), keras.layers.Dense(1)
         loss = keras.ops.mean(one(features) + two(features))
@@ -243,21 +239,7 @@ def test_an_optimizer_for_two_updates() -> None:
         Estimator(twice).train(input_fn, steps=1)
 
 
-def test_other_layers_each_time() -> None:
-    calls = []
-
-    def changing(features: Any, labels: Any, mode: str) -> EstimatorSpec:
-        calls.append(1)
-        for _ in calls:
-            features = keras.layers.Dense(2)(features)
-        loss = keras.ops.mean(features)
-        return EstimatorSpec(mode, loss=loss, optimizer=keras.optimizers.SGD())
-
-    with pytest.raises(rx.ContextError, match="made other variables than the first"):
-        Estimator(changing).train(input_fn, steps=1)
-
-
-def test_an_initial_value_that_is_traced() -> None:
+def test_a_traced_initial_value() -> None:
     def traced(features: Any, labels: Any, mode: str) -> EstimatorSpec:
         loss = keras.ops.mean(keras.layers.Dense(1)(features))
         rate = 0.1 / keras.ops.cast(rx.estimator.get_global_step() + 1, "float32")
@@ -268,7 +250,7 @@ def test_an_initial_value_that_is_traced() -> None:
         Estimator(traced).train(input_fn, steps=1)
 
 
-def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+def test_a_nan_loss_stops_training_without_a_checkpoint(tmp_path: Path) -> None:
     def diverging(features: Any, labels: Any, mode: str) -> EstimatorSpec:
         loss = keras.ops.mean(keras.layers.Dense(1)(features)) / 0.0 * 0.0
         return EstimatorSpec(mode, loss=loss, optimizer=keras.optimizers.SGD())
@@ -284,17 +266,17 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
     [
         (
             {"save_checkpoints_steps": 5, "save_checkpoints_secs": 5},
-            "Give one of them",
+            "give exactly one of them",
         ),
-        ({"save_checkpoints_steps": 0}, "save_checkpoints_steps must be positive"),
+        ({"save_checkpoints_steps": 0}, "save_checkpoints: .* must be positive; got 0"),
         (
             {"keep_checkpoint_max": -1},
             "keep_checkpoint_max must be an int",
         ),
-        ({"log_step_count_steps": -2}, "log_step_count_steps must be positive"),
+        ({"log_step_count_steps": -2}, "log_step_count_steps: .* positive; got -2"),
     ],
 )
-def test_a_config_that_does_not_fit(arguments: Any, message: str) -> None:
+def test_wrong_configs(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RunConfig(**arguments)
 
@@ -314,7 +296,7 @@ def test_values_of_the_wrong_kind() -> None:
         rx.estimator.get_global_step()
 
 
-def test_hooks_that_do_not_fit(tmp_path: Path) -> None:
+def test_wrong_hooks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give exactly one of them"):
         StopAtStepHook()
     with pytest.raises(ValueError, match="give exactly one of them"):
@@ -336,7 +318,7 @@ def test_none_is_no_hooks(tmp_path: Path) -> None:
     assert train_and_evaluate(make(tmp_path), spec, evaluation) is not None
 
 
-def test_a_keras_model_that_does_not_fit() -> None:
+def test_wrong_keras_models() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="not compiled"):
         model_to_estimator(model)
@@ -344,7 +326,7 @@ def test_a_keras_model_that_does_not_fit() -> None:
         model_to_estimator()
 
 
-def test_predict_keys_that_are_not_there(tmp_path: Path) -> None:
+def test_unknown_predict_keys(tmp_path: Path) -> None:
     estimator = make(tmp_path).train(input_fn, steps=1)
     with pytest.raises(ValueError, match=r"\['y'\] must be some of .* keys \[\]"):
         next(estimator.predict(lambda: X, predict_keys=["y"]))

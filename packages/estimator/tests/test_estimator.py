@@ -101,7 +101,7 @@ def on_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow(but=["mirrored", "sharded"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_two_replicas_with_half_the_batch_train_as_one(
+def test_two_replicas_with_half_batches_train_like_one(
     name: str, tmp_path: Path, on_one: dict[str, np.ndarray]
 ) -> None:
     # 60 examples: a pass has batches of 16, 16, 16 and 12, or as many halves.
@@ -121,7 +121,7 @@ def halves() -> Iterator[Any]:
 
 @pytest.mark.slow(but=["3"])
 @pytest.mark.parametrize("num_replicas", [2, 3])
-def test_evaluation_leaves_nothing_out(num_replicas: int, tmp_path: Path) -> None:
+def test_evaluation_reads_all_batches(num_replicas: int, tmp_path: Path) -> None:
     alone = trained(None, tmp_path, lambda: batches(repeat=2), 5)
     # 7 batches of 8 and one of 4; the loss is the mean over batches, as TF has it.
     expected = alone.evaluate(lambda: batches())
@@ -135,8 +135,8 @@ def test_evaluation_leaves_nothing_out(num_replicas: int, tmp_path: Path) -> Non
     )
     config = RunConfig(eval_distribute=rx.MirroredStrategy(devices(num_replicas)))
     estimator = Estimator(model_fn, tmp_path, config)
-    found = estimator.evaluate(lambda: batches())
-    assert found == pytest.approx(expected, rel=1e-5)
+    results = estimator.evaluate(lambda: batches())
+    assert results == pytest.approx(expected, rel=1e-5)
     some = estimator.evaluate(lambda: batches(), steps=1, name="first")
     first = errors[: num_replicas * BATCH]
     assert some["mae"] == pytest.approx(np.abs(first).mean(), rel=1e-5)
@@ -144,7 +144,7 @@ def test_evaluation_leaves_nothing_out(num_replicas: int, tmp_path: Path) -> Non
     assert [json.loads(line)["mae"] for line in lines] == [some["mae"]]
 
 
-def test_the_last_batches_train_fewer_replicas(tmp_path: Path) -> None:
+def test_the_last_step_may_have_fewer_batches_than_replicas(tmp_path: Path) -> None:
     # Batches of 8, 8, 8 on two replicas: a step of two and a step of one.
     def three() -> Iterator[Any]:
         yield from batches(number=24)
@@ -177,31 +177,6 @@ def test_predictions_come_example_by_example_or_by_batch(tmp_path: Path) -> None
     np.testing.assert_array_equal(
         np.concatenate([batch["y"] for batch in whole]), [one["y"] for one in ones]
     )
-
-
-@pytest.mark.slow
-def test_dropout_and_moving_statistics_are_part_of_the_state(tmp_path: Path) -> None:
-    params = {"normalize": True, "dropout": 0.5}
-    strategy = rx.MirroredStrategy(devices(2))
-
-    def steps(number: int, folder: str, input_fn: Callable[[], Any]) -> Estimator:
-        return trained(strategy, tmp_path / folder, input_fn, number, **params)
-
-    whole = values(steps(6, "whole", lambda: batches(repeat=9)))
-    assert whole["seed_generator/seed_generator_state"][1] == 6
-    # The second half in another estimator, with the data that is left.
-    steps(3, "halves", lambda: batches(repeat=9))
-
-    def rest() -> Iterator[Any]:
-        every = batches(repeat=9)
-        for _ in range(6):
-            next(every)
-        yield from every
-
-    halves = values(steps(6, "halves", rest))
-    assert halves.keys() == whole.keys()
-    for name, value in whole.items():
-        np.testing.assert_array_equal(halves[name], value)
 
 
 def saving_often(folder: Path | str) -> Estimator:
@@ -257,7 +232,7 @@ def test_killed_and_resumed_training_ends_with_the_same_weights(
         np.testing.assert_array_equal(value, whole[name])
 
 
-def test_a_call_that_ended_by_itself_is_not_resumed(
+def test_a_finished_training_restarts_its_input(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     estimator = trained(None, tmp_path, lambda: batches(), 3)
@@ -293,7 +268,9 @@ def test_several_optimizers_train_their_own_variables(tmp_path: Path) -> None:
     assert int(later["global_step"]) == int(later["sgd_1/iteration"]) == 3
 
 
-def test_a_new_learning_rate_counts_and_slots_go_on(tmp_path: Path) -> None:
+def test_checkpoints_do_not_restore_learning_rates(
+    tmp_path: Path,
+) -> None:
     def adam(rate: Any) -> Callable[[], Any]:
         return lambda: keras.optimizers.Adam(rate)
 
@@ -333,7 +310,7 @@ def test_the_global_step_counts_inside_the_model(tmp_path: Path) -> None:
     assert estimator.evaluate(lambda: batches())["loss"] == 4
 
 
-def test_checkpoints_are_kept_and_evaluated_by_path(tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted_and_kept_ones_evaluated(tmp_path: Path) -> None:
     config = RunConfig(
         model_dir=tmp_path, save_checkpoints_steps=2, keep_checkpoint_max=2
     )
@@ -344,11 +321,11 @@ def test_checkpoints_are_kept_and_evaluated_by_path(tmp_path: Path) -> None:
     assert names == ["model.ckpt-6", "model.ckpt-7"]
     assert estimator.latest_checkpoint() == os.fspath(tmp_path / "model.ckpt-7")
     earlier = os.fspath(tmp_path / "model.ckpt-6")
-    found = estimator.evaluate(lambda: batches(), checkpoint_path=earlier)
-    assert found["global_step"] == 6
+    results = estimator.evaluate(lambda: batches(), checkpoint_path=earlier)
+    assert results["global_step"] == 6
 
 
-def test_a_new_training_may_begin_with_weights_of_another(tmp_path: Path) -> None:
+def test_warm_start_copies_the_weights_of_another_training(tmp_path: Path) -> None:
     trained(None, tmp_path / "old", lambda: batches(), 5)
     old = values(Estimator(model_fn, tmp_path / "old"))
     new = Estimator(
@@ -376,7 +353,7 @@ def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
         np.testing.assert_array_equal(second[name], value)
 
 
-def test_no_variable_of_keras_own_numbering_gets_in_the_way(tmp_path: Path) -> None:
+def test_variable_names_do_not_depend_on_earlier_layers(tmp_path: Path) -> None:
     keras.layers.Dense(1).build((None, 1))  # So that another layer has the name.
     estimator = trained(None, tmp_path, lambda: batches(), 1)
     assert "dense/kernel" in estimator.get_variable_names()
@@ -385,7 +362,7 @@ def test_no_variable_of_keras_own_numbering_gets_in_the_way(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_failed_training_leaves_nothing_in_memory(tmp_path: Path) -> None:
+def test_a_failed_training_discards_its_model(tmp_path: Path) -> None:
     x, y = examples()
     estimator = Estimator(model_fn, tmp_path, RunConfig(tf_random_seed=7), {})
     with pytest.raises(rx.estimator.NanLossDuringTrainingError):
@@ -401,7 +378,7 @@ def test_a_failed_training_leaves_nothing_in_memory(tmp_path: Path) -> None:
         np.testing.assert_array_equal(value, before[name])
 
 
-def test_a_model_function_that_fails_first_may_be_called_again(tmp_path: Path) -> None:
+def test_training_works_after_a_failure_in_model_fn(tmp_path: Path) -> None:
     failures = [RuntimeError("not yet")]
 
     def failing(features: Any, labels: Any, mode: str) -> EstimatorSpec:
@@ -419,10 +396,10 @@ def test_a_model_function_that_fails_first_may_be_called_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_scaled_losses_train_as_unscaled_ones(
+def test_loss_scaling_does_not_change_the_weights(
     num_replicas: int, tmp_path: Path
 ) -> None:
-    found = []
+    results = []
     for i, make in enumerate(
         (
             lambda: keras.optimizers.SGD(0.1),
@@ -433,23 +410,23 @@ def test_scaled_losses_train_as_unscaled_ones(
         strategy = rx.MirroredStrategy(devices(num_replicas))
         folder = tmp_path / str(i)
         estimator = trained(strategy, folder, lambda: batches(), 3, optimizer=make)
-        found.append(estimator.get_variable_value("dense/kernel"))
+        results.append(estimator.get_variable_value("dense/kernel"))
     # Powers of two scale without rounding, but XLA may fuse otherwise.
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(found[2], found[0], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(results[2], results[0], rtol=1e-5, atol=1e-7)
 
 
-def test_averages_of_weights_are_the_weights_in_the_end(tmp_path: Path) -> None:
+def test_moving_averages_become_the_weights_at_the_end(tmp_path: Path) -> None:
     def ema() -> Any:
         return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
 
     estimator = trained(None, tmp_path, lambda: batches(), 3, optimizer=ema)
-    found = values(estimator)
-    (average,) = (v for k, v in found.items() if "dense_kernel_average" in k)
-    np.testing.assert_array_equal(found["dense/kernel"], average)
+    results = values(estimator)
+    (average,) = (v for k, v in results.items() if "dense_kernel_average" in k)
+    np.testing.assert_array_equal(results["dense/kernel"], average)
 
 
-def test_losses_that_layers_add_count(tmp_path: Path) -> None:
+def test_the_loss_may_include_losses_of_layers(tmp_path: Path) -> None:
     x, _ = examples()
 
     def adding(features: Any, labels: Any, mode: str) -> EstimatorSpec:
@@ -462,8 +439,8 @@ def test_losses_that_layers_add_count(tmp_path: Path) -> None:
     estimator = Estimator(adding, tmp_path)
     estimator.train(lambda: (x, x), steps=1)
     expected = 0.01 * 2 * np.mean(np.sum(x, axis=1) ** 2)
-    found = estimator.evaluate(lambda: (x, x))["loss"]
-    assert found == pytest.approx(expected, rel=1e-5)
+    results = estimator.evaluate(lambda: (x, x))["loss"]
+    assert results == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_loss_of_one_element_is_a_scalar(tmp_path: Path) -> None:
@@ -473,16 +450,16 @@ def test_a_loss_of_one_element_is_a_scalar(tmp_path: Path) -> None:
         update = minimize(keras.optimizers.Adam(0.01), loss)
         return dataclasses.replace(spec, loss=loss, train_op=update)
 
-    found = []
+    results = []
     for function in (model_fn, in_a_vector):
         folder = tmp_path / function.__name__
         estimator = Estimator(function, folder, RunConfig(tf_random_seed=7), {})
         estimator.train(lambda: batches(), steps=2)
-        found.append(estimator.evaluate(lambda: batches())["loss"])
-    assert found[0] == found[1]
+        results.append(estimator.evaluate(lambda: batches())["loss"])
+    assert results[0] == results[1]
 
 
-def test_predictions_of_two_checkpoints_at_once(tmp_path: Path) -> None:
+def test_two_generators_predict_with_different_checkpoints(tmp_path: Path) -> None:
     calls = []
 
     class Hook(rx.estimator.SessionRunHook):
@@ -525,7 +502,7 @@ def test_models_without_labels(tmp_path: Path) -> None:
     assert estimator.evaluate(lambda: x)["loss"] < 0.5 * np.mean(x**2)
 
 
-def test_an_interruption_on_other_replicas_skips_the_same_batches(
+def test_a_resumed_training_on_other_replicas_skips_the_same_batches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Stop(rx.estimator.SessionRunHook):
@@ -546,7 +523,7 @@ def test_an_interruption_on_other_replicas_skips_the_same_batches(
     assert "interrupted after 4 steps" in caplog.text
 
 
-def test_a_config_with_other_intervals() -> None:
+def test_replace_keeps_one_save_interval() -> None:
     config = RunConfig(save_checkpoints_steps=5)
     config = config.replace(save_checkpoints_secs=60.0)
     assert (config.save_checkpoints_steps, config.save_checkpoints_secs) == (None, 60)

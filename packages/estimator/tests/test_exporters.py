@@ -95,7 +95,7 @@ def test_the_best_exporter_exports_better_ones(estimator) -> None:
     assert made == [True, True, False, False, True, False, True]
 
 
-def test_the_best_exporter_knows_of_earlier_runs(estimator) -> None:
+def test_the_best_exporter_reads_earlier_evaluations(estimator) -> None:
     evaluations = Path(estimator.eval_dir())
     for step, loss in ((1, 2.0), (2, 1.0), (3, 5.0)):
         append_evaluation(evaluations, "x", {"loss": loss, "global_step": step})
@@ -109,14 +109,7 @@ def test_the_best_exporter_knows_of_earlier_runs(estimator) -> None:
     assert export(other, estimator, {"loss": 9.0, "global_step": 4}) is not None
 
 
-def test_a_restart_repeats_an_export_that_was_the_best(estimator) -> None:
-    evaluations = Path(estimator.eval_dir())
-    append_evaluation(evaluations, "x", {"loss": 2.0, "global_step": 1})
-    exporter = BestExporter(serving_input_receiver_fn=RECEIVER_FN)
-    assert export(exporter, estimator, {"loss": 2.0, "global_step": 1}) is not None
-
-
-def test_what_is_better_may_be_said(estimator) -> None:
+def test_compare_fn_decides_which_result_is_better(estimator) -> None:
     def larger(best_eval_result, current_eval_result):
         return current_eval_result["auc"] > best_eval_result["auc"]
 

@@ -56,8 +56,8 @@ def test_inputs_and_labels_in_lists_and_dicts(tmp_path: Path, replicas: int) -> 
     for batch in batches:
         result = estimator.evaluate(lambda batch=batch: batch)
         assert result["loss"] == pytest.approx(expected(model), rel=1e-5)
-    found = next(estimator.predict(lambda: {"a": A, "b": B}))
-    assert found["sum"] == pytest.approx(SUM[0])
+    predicted = next(estimator.predict(lambda: {"a": A, "b": B}))
+    assert predicted["sum"] == pytest.approx(SUM[0])
 
 
 def test_weights_of_the_examples(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_labels_of_other_names(tmp_path: Path) -> None:
         same_weights(tmp_path, two_by_two(), ((A, B), {"x": A, "sum": SUM}))
 
 
-def test_a_model_that_is_not_trained_further(tmp_path: Path) -> None:
+def test_an_untrained_estimator_has_the_keras_weights(tmp_path: Path) -> None:
     model = two_by_two()
     model.layers[-1].kernel.assign([[2.0], [3.0]])
     estimator = model_to_estimator(model, model_dir=tmp_path / "model")
@@ -88,8 +88,8 @@ def test_a_model_that_is_not_trained_further(tmp_path: Path) -> None:
         result = estimator.evaluate(input_fn)
         assert result["global_step"] == step
         assert (result["loss"] == pytest.approx(expected(model), rel=1e-5)) != step
-        found = next(estimator.predict(input_fn))["difference"]
-        assert (found == pytest.approx(2 * A[0] + 3 * B[0])) != step
+        predicted = next(estimator.predict(input_fn))["difference"]
+        assert (predicted == pytest.approx(2 * A[0] + 3 * B[0])) != step
 
     check(0)
     receiver_fn = rx.estimator.export.build_raw_serving_input_receiver_fn(
@@ -104,7 +104,7 @@ def test_a_model_that_is_not_trained_further(tmp_path: Path) -> None:
     check(0)
 
 
-def test_a_warm_start_that_is_not_trained_further(tmp_path: Path) -> None:
+def test_an_untrained_estimator_has_the_warm_start_weights(tmp_path: Path) -> None:
     columns = [rx.feature_column.numeric_column("x")]
 
     def input_fn() -> Any:

@@ -21,10 +21,10 @@ def host(**kwargs) -> Preprocessor:
 
 
 def test_labels_are_numbers_for_the_program() -> None:
-    def labels(given, **kwargs):
-        made = host(**kwargs).prepare(FEATURES, given)[1]
-        assert made is not None
-        return made.dtype.name, made.tolist()
+    def labels(raw, **kwargs):
+        predictions = host(**kwargs).prepare(FEATURES, raw)[1]
+        assert predictions is not None
+        return predictions.dtype.name, predictions.tolist()
 
     column = [[1.0], [0.0], [1.0]]
     assert labels([1, 0, 1]) == ("float32", column)
@@ -166,9 +166,9 @@ def test_two_classes(tmp_path) -> None:
 
     del features["w"]
     rows = list(estimator.predict(lambda: features))
-    made = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    p = made["logistic"][:, 0]
-    assert {name: array.shape for name, array in made.items()} == {
+    predictions = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    p = predictions["logistic"][:, 0]
+    assert {name: array.shape for name, array in predictions.items()} == {
         "logits": (120, 1),
         "logistic": (120, 1),
         "probabilities": (120, 2),
@@ -178,13 +178,15 @@ def test_two_classes(tmp_path) -> None:
         "all_classes": (120, 2),
     }
     guess = (p > 0.5).astype(int)
-    np.testing.assert_array_equal(made["class_ids"][:, 0], guess)
-    np.testing.assert_array_equal(made["classes"][:, 0], words[guess])
-    np.testing.assert_array_equal(made["all_classes"], np.tile(words, (120, 1)))
-    np.testing.assert_array_equal(made["all_class_ids"][5], [0, 1])
-    np.testing.assert_allclose(made["probabilities"], np.stack([1 - p, p], 1), 1e-5)
+    np.testing.assert_array_equal(predictions["class_ids"][:, 0], guess)
+    np.testing.assert_array_equal(predictions["classes"][:, 0], words[guess])
+    np.testing.assert_array_equal(predictions["all_classes"], np.tile(words, (120, 1)))
+    np.testing.assert_array_equal(predictions["all_class_ids"][5], [0, 1])
     np.testing.assert_allclose(
-        made["logits"][:, 0], np.log(p / (1 - p)), rtol=1e-4, atol=1e-6
+        predictions["probabilities"], np.stack([1 - p, p], 1), 1e-5
+    )
+    np.testing.assert_allclose(
+        predictions["logits"][:, 0], np.log(p / (1 - p)), rtol=1e-4, atol=1e-6
     )
 
     hit = (guess == 1) & (y == 1)
@@ -225,14 +227,14 @@ def test_more_classes(tmp_path) -> None:
         n_classes=3,
         weight_column=WEIGHTS,
     )
-    (made,) = estimator.predict(lambda: features, yield_single_examples=False)
-    p = made["probabilities"]
+    (predictions,) = estimator.predict(lambda: features, yield_single_examples=False)
+    p = predictions["probabilities"]
     np.testing.assert_allclose(p.sum(1), 1, rtol=1e-6)
     guess = p.argmax(1)
     assert set(guess) == {0, 1, 2}
-    np.testing.assert_array_equal(made["class_ids"], guess[:, None])
-    np.testing.assert_array_equal(made["classes"], guess[:, None].astype(str))
-    assert made["all_classes"].tolist() == [["0", "1", "2"]] * 120
+    np.testing.assert_array_equal(predictions["class_ids"], guess[:, None])
+    np.testing.assert_array_equal(predictions["classes"], guess[:, None].astype(str))
+    assert predictions["all_classes"].tolist() == [["0", "1", "2"]] * 120
     losses = -np.log(p[np.arange(120), y])
     batches = [slice(i, i + 16) for i in range(0, 120, 16)]
     expected = {
@@ -262,16 +264,16 @@ def test_regression_of_several_numbers(reduction, tmp_path) -> None:
         loss_reduction=reduction,
     )
     rows = list(estimator.predict(lambda: features, predict_keys=["predictions"]))
-    made = np.stack([row["predictions"] for row in rows])
-    assert made.shape == (120, 3)
-    squares = (made - y) ** 2
+    predictions = np.stack([row["predictions"] for row in rows])
+    assert predictions.shape == (120, 3)
+    squares = (predictions - y) ** 2
     reduce = np.sum if reduction == "SUM" else np.mean
     batches = [slice(i, i + 16) for i in range(0, 120, 16)]
     expected = {
         "average_loss": np.average(squares.mean(1), weights=w),
         "label/mean": np.average(y.mean(1), weights=w),
         "loss": np.mean([reduce((squares * w[:, None])[rows]) for rows in batches]),
-        "prediction/mean": np.average(made.mean(1), weights=w),
+        "prediction/mean": np.average(predictions.mean(1), weights=w),
         "global_step": 8,
     }
     assert results == pytest.approx(expected, rel=1e-5)

@@ -106,7 +106,7 @@ def test_the_order_of_calls(tmp_path: Path) -> None:
     assert hook.seen[0] > 0
 
 
-def test_what_a_step_shows(tmp_path: Path) -> None:
+def test_hooks_fetch_values_of_a_step(tmp_path: Path) -> None:
     hook = Recorder({"a": "loss", "b": ["y", "largest"], "c": "global_step"})
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     config = RunConfig(train_distribute=strategy)
@@ -167,7 +167,7 @@ def test_an_error_in_a_hook_is_the_error(tmp_path: Path) -> None:
     assert hook.calls[-1] == "before"
 
 
-def test_nan_ends_training_without_an_error_where_asked(tmp_path: Path) -> None:
+def test_nan_stops_training_without_an_error(tmp_path: Path) -> None:
     def diverging(features: Any, labels: Any, mode: str) -> EstimatorSpec:
         prediction = keras.layers.Dense(1)(features)[:, 0]
         step = keras.ops.cast(rx.estimator.get_global_step(), "float32")
@@ -271,7 +271,7 @@ def test_training_stops_at_a_threshold(tmp_path: Path) -> None:
         estimator.train(input_fn, hooks=[hook], steps=4)
 
 
-def test_evaluations_between_savings(tmp_path: Path) -> None:
+def test_train_and_evaluate_evaluates_after_each_save(tmp_path: Path) -> None:
     model = keras.Sequential(
         [keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     )
@@ -311,7 +311,7 @@ def test_evaluations_between_savings(tmp_path: Path) -> None:
     assert again == (done[0], [])
 
 
-def test_a_keras_model_trains_as_it_does_by_itself(tmp_path: Path) -> None:
+def test_a_keras_model_trains_as_with_train_on_batch(tmp_path: Path) -> None:
     def make() -> Any:
         keras.utils.set_random_seed(3)
         model = keras.Sequential(

@@ -10,7 +10,7 @@ import replicax as rx
 E = rx.estimator
 
 
-def test_batches_run_on_across_epochs_and_the_last_is_short() -> None:
+def test_batches_may_span_epochs_and_the_last_is_short() -> None:
     x = {"a": np.arange(5), "b": np.arange(10).reshape(5, 2)}
     input_fn = E.numpy_input_fn(x, np.arange(5) * 10, 3, num_epochs=2, shuffle=False)
     batches = list(input_fn())
@@ -30,7 +30,7 @@ def test_a_batch_may_be_larger_than_an_epoch() -> None:
     assert [b.tolist() for b in batches] == [[0, 1, 0, 1, 0], [1, 0, 1]]
 
 
-def test_epochs_have_orders_of_their_own_that_the_seed_decides() -> None:
+def test_the_seed_determines_the_order_of_each_epoch() -> None:
     def order(seed):
         input_fn = E.numpy_input_fn(np.arange(50), None, 50, 3, True, seed)
         return [batch.tolist() for batch in input_fn()]
@@ -42,7 +42,7 @@ def test_epochs_have_orders_of_their_own_that_the_seed_decides() -> None:
     assert all(sorted(epoch) == list(range(50)) for epoch in first)
 
 
-def test_without_a_seed_pythons_random_numbers_decide() -> None:
+def test_without_a_seed_pythons_random_state_determines_the_order() -> None:
     input_fn = E.numpy_input_fn(np.arange(50), None, 50, shuffle=True)
     random.seed(3)
     first, second = (next(iter(input_fn())).tolist() for _ in range(2))

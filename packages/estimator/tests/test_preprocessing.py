@@ -54,7 +54,7 @@ def predicted(estimator: Any, features: Any) -> Any:
     return next(estimator.predict(lambda: features, yield_single_examples=False))
 
 
-def test_a_canned_estimator_takes_and_gives_strings(tmp_path) -> None:
+def test_a_saved_canned_model_reads_and_returns_strings(tmp_path) -> None:
     # Two embeddings of one feature: one of them by the cross, one by the hash.
     estimator = rx.estimator.DNNClassifier(
         [4],
@@ -71,19 +71,19 @@ def test_a_canned_estimator_takes_and_gives_strings(tmp_path) -> None:
     assert str(saved.inputs()["city"]) == "string[b]"
     assert str(saved.outputs()["classes"]) == "string[b, 1]"
     expected = predicted(estimator, RAW)
-    for made in (saved(RAW), saved({k: v.tolist() for k, v in RAW.items()})):
-        assert sorted(made) == sorted(expected)
-        assert made["classes"].tolist() == expected["classes"].tolist()
-        assert set(made["classes"].ravel()) <= {"no", "yes"}
+    for outputs in (saved(RAW), saved({k: v.tolist() for k, v in RAW.items()})):
+        assert sorted(outputs) == sorted(expected)
+        assert outputs["classes"].tolist() == expected["classes"].tolist()
+        assert set(outputs["classes"].ravel()) <= {"no", "yes"}
         # The program's logarithm is JAX' in both cases, but compiled otherwise.
-        np.testing.assert_allclose(made["logits"], expected["logits"], **CLOSE)
+        np.testing.assert_allclose(outputs["logits"], expected["logits"], **CLOSE)
     with pytest.raises(TypeError, match=r"'city' must be string\[b\]; got dtype int64"):
         saved({**RAW, "city": [1, 2, 3, 4]})
     with pytest.raises(ValueError, match="ids must be from 0 to num_buckets"):
         saved({**RAW, "tags": RAW["tags"] + 9})
 
 
-def test_an_estimator_without_columns_takes_any_feature(tmp_path) -> None:
+def test_a_saved_baseline_reads_any_feature(tmp_path) -> None:
     estimator = rx.estimator.BaselineRegressor(tmp_path / "model")
     estimator.train(lambda: ({"x": X}, Y), steps=3)
     path = estimator.export_saved_model(
@@ -92,8 +92,8 @@ def test_an_estimator_without_columns_takes_any_feature(tmp_path) -> None:
         platforms=["cpu"],
     )
     expected = predicted(estimator, {"x": X})["predictions"]
-    made = load_saved_model(path)({"x": X})["predictions"]
-    np.testing.assert_allclose(made, expected, **CLOSE)
+    outputs = load_saved_model(path)({"x": X})["predictions"]
+    np.testing.assert_allclose(outputs, expected, **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ CLUSTER = {
 @pytest.mark.parametrize(
     ("job", "index"), [("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)]
 )
-def test_a_task_among_those_of_a_cluster(
+def test_task_of_tf_config(
     job: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = {"cluster": CLUSTER, "task": {"type": job, "index": index}}
@@ -34,6 +34,6 @@ def test_a_single_process_is_worker_0() -> None:
     assert config.is_chief
 
 
-def test_a_folder_without_a_name() -> None:
+def test_an_empty_model_dir_is_an_error() -> None:
     with pytest.raises(ValueError, match="Estimator: model_dir must name a folder"):
         LinearRegressor([numeric_column("x")], model_dir="")

@@ -1,9 +1,9 @@
 """The `tf.estimator` API on Keras, JAX and replicax's strategies.
 
-An estimator has no engine of its own: `strategy.run` runs the `model_fn` as its step,
+An estimator has no engine of its own: a step is a `strategy.run` of the `model_fn`,
 with averaged gradients. Training and evaluation use separate models, which share only
-checkpoints. Compiled programs are kept between calls. Public names are those of
-`tf.estimator`; where TF has another name, the docstring gives it.
+checkpoints. An estimator keeps its models, and so compiled programs, between calls.
+Public names are TF's; where TF's name differs, the docstring says so.
 """
 
 from replicax_estimator import experimental, export

@@ -121,8 +121,8 @@ class DNNRegressor(_DNN):
 
     Args:
         hidden_units: Sizes of the hidden layers.
-        feature_columns: Dense columns; categorical ones in an `indicator_column` or
-            `embedding_column`.
+        feature_columns: Dense columns; put a categorical column in an
+            `indicator_column` or `embedding_column`.
         optimizer: As for `LinearRegressor`; a name has a learning rate of 0.05.
         activation_fn: The hidden layers' activation: a Keras name, or a function.
         dropout: Rate of the dropout after each hidden layer.

@@ -57,7 +57,7 @@ class Estimator:
             `config` if its signature has them; returns an `EstimatorSpec`. It processes
             one replica's batch and makes layers, optimizer and metrics. It is called
             more than once, and each call must make the same layers, in the same order.
-        model_dir: Folder of the checkpoints; overrides the config's.
+        model_dir: Folder of the checkpoints, if it is not in the config.
         config: Strategies, intervals and the seed.
         params: Passed to `model_fn` and `input_fn`.
         warm_start_from: A checkpoint, or a folder of checkpoints, that initializes the
@@ -93,7 +93,7 @@ class Estimator:
     """
 
     _needs_labels = False
-    _begins_trained = False  # Whether initial values are worth an evaluation.
+    _begins_trained = False  # Whether the initial values are trained weights.
 
     def __init__(
         self,
@@ -291,8 +291,7 @@ class Estimator:
             yield_single_examples: Yield example by example, not batch by batch.
 
         Yields:
-            NumPy arrays, or dicts of them; with a batch dimension unless
-            `yield_single_examples`.
+            NumPy arrays, or dicts of arrays, for one example or for one batch.
 
         Raises:
             ValueError: In the first iteration, if there is no checkpoint or no such
@@ -331,14 +330,13 @@ class Estimator:
 
         `load_saved_model` loads the result. `jax.export` serializes the `model_fn` in
         PREDICT mode as programs: the predictions as the signature `"serving_default"`,
-        and the spec's `export_outputs`. A single prediction is called `"output"`, a
-        single feature `"feature"`. A canned estimator's columns and class names are
-        exported too. A `preprocess` function is not: the saved model takes its result.
+        and the spec's `export_outputs`. A single prediction is named `"output"`, a
+        single feature `"feature"`. The columns and class names of a canned estimator
+        are exported too; a `preprocess` function is not.
 
         Args:
-            export_dir_base: Folder for the new folder, which is named after the Unix
-                time, with `manifest.json` (names, shapes, dtypes, versions, checksums),
-                a `.program` for each signature, and `variables.npz`.
+            export_dir_base: Folder for the new folder, whose name is the Unix time and
+                whose `manifest.json` lists signatures, versions and checksums.
             serving_input_receiver_fn: Returns the features' names and shapes; see
                 `build_raw_serving_input_receiver_fn`.
             checkpoint_path: The checkpoint; None: the newest.
@@ -396,15 +394,10 @@ class Estimator:
             name: One of `get_variable_names()`.
 
         Raises:
-            ValueError: If there is no checkpoint, or no such variable in it.
+            ValueError: If there is no checkpoint.
+            KeyError: If there is no such variable.
         """
-        values = saved_variables(self._checkpoint(None, "get_variable_value"))
-        if name not in values:
-            raise ValueError(
-                f"Estimator.get_variable_value: there is no variable {name!r}; there "
-                f"are {sorted(values)}."
-            )
-        return values[name]
+        return saved_variables(self._checkpoint(None, "get_variable_value"))[name]
 
     def eval_dir(self, name: str | None = None) -> str:
         """Folder of the evaluations; `metrics.jsonl` has a line for each evaluation."""

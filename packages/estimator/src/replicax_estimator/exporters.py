@@ -22,7 +22,7 @@ _logger = logging.getLogger("replicax")
 class Exporter(abc.ABC):
     """Base class of exporters, which `train_and_evaluate` calls after evaluations.
 
-    A subclass must define `name` and `export`, which is called by keyword. (TF:
+    A subclass must define `name`, and `export`, whose arguments come by keyword. (TF:
     `tf.estimator.Exporter`.)
 
     Example:
@@ -36,10 +36,8 @@ class Exporter(abc.ABC):
         'checkpoint'
     """
 
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The folder's name: exports are in `<model_dir>/export/<name>`."""
+    name: str
+    """The folder's name: exports are in `<model_dir>/export/<name>`."""
 
     @abc.abstractmethod
     def export(
@@ -79,13 +77,8 @@ class _SavedModelExporter(Exporter):
         self._receiver_fn = checked_receiver_fn(serving_input_receiver_fn, caller)
         if exports_to_keep is not None:
             require_count(exports_to_keep, f"{caller}: exports_to_keep")
-        self._name = name
+        self.name = name
         self._num_kept = exports_to_keep
-
-    @property
-    def name(self) -> str:
-        """See the base class."""
-        return self._name
 
     def export(
         self,

@@ -16,8 +16,8 @@ from replicax_estimator.artifact import DEFAULT_SIGNATURE, Artifact, write
 from replicax_estimator.model import EstimatorModel
 from replicax_estimator.preprocessing import (
     Preprocessor,
-    SavedPreprocessor,
     preprocessor_config,
+    saved_preprocessor,
 )
 from replicax_estimator.receivers import SINGLE, ArraySpec, ServingInputReceiver
 from replicax_estimator.spec import EstimatorSpec
@@ -51,7 +51,10 @@ def export_model(
     chosen = list(platforms or _PLATFORMS)
     is_single = not isinstance(receiver.features, Mapping)
     num_rows = receiver.default_batch_size
-    host = preprocessor and preprocessor_config(preprocessor)
+    if preprocessor is None:
+        preprocessor = Preprocessor((), in_program=tuple(receiver.specs()))
+    host_config = preprocessor_config(preprocessor)
+    host = saved_preprocessor(host_config)
     inputs, arrays = _inputs(receiver, host)
     model.build(arrays[SINGLE] if is_single else arrays, None)
     checkpoint = restore(model)
@@ -96,7 +99,7 @@ def export_model(
         "platforms": chosen,
         "signatures": signatures,
         "single_feature": is_single,
-        "host": host,
+        "host": host_config,
     }
     artifact = Artifact(contents=contents, programs=programs, variables=values)
     path = write(base, artifact)
@@ -105,26 +108,16 @@ def export_model(
 
 
 def _inputs(
-    receiver: ServingInputReceiver, host: JSONObject | None
+    receiver: ServingInputReceiver, host: Preprocessor
 ) -> tuple[_Specs, dict[str, np.ndarray]]:
-    """The inputs of callers, and a batch of zeros as the program's input."""
-    raw_specs = receiver.specs()
-    saved = None if host is None else SavedPreprocessor(host)
-    texts = [name for name, spec in raw_specs.items() if spec.dtype == "string"]
-    if saved is None and texts:
-        raise ValueError(
-            f"{_CALLER}: feature {texts[0]!r} has strings, which a program cannot "
-            "read. Export a canned estimator with feature columns, or name the "
-            "features of numbers that the model_fn reads."
-        )
-    in_program = raw_specs if saved is None else saved.in_program
+    """Return the specs of the raw features, and zeros as the program's input."""
     specs = {
-        name: spec.in_program() if name in in_program else spec
-        for name, spec in raw_specs.items()
+        name: spec.in_program() if name in host.in_program else spec
+        for name, spec in receiver.specs().items()
     }
     rows = receiver.default_batch_size or _ROWS
     raw = {name: spec.zeros(rows) for name, spec in specs.items()}
-    return specs, raw if saved is None else saved.prepare(raw)
+    return specs, host.prepare(raw)[0]
 
 
 def _signatures(spec: EstimatorSpec) -> dict[str, Arrays]:
@@ -169,7 +162,7 @@ def _exported(
 
 
 def _outputs(
-    exported: export.Exported, num_rows: int | None, host: JSONObject | None
+    exported: export.Exported, num_rows: int | None, host: Preprocessor
 ) -> _Specs:
     avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     specs = {
@@ -179,9 +172,8 @@ def _outputs(
         )
         for name, aval in avals.items()
     }
-    if host is not None:
-        zeros = {name: spec.zeros(num_rows or _ROWS) for name, spec in specs.items()}
-        for name, array in SavedPreprocessor(host).add_class_names(zeros).items():
-            if name not in specs:  # Strings.
-                specs[name] = ArraySpec((num_rows, *array.shape[1:]), "string")
+    zeros = {name: spec.zeros(num_rows or _ROWS) for name, spec in specs.items()}
+    for name, array in host.add_class_names(zeros).items():
+        if name not in specs:  # Strings.
+            specs[name] = ArraySpec((num_rows, *array.shape[1:]), "string")
     return specs

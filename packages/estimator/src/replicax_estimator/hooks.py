@@ -33,7 +33,7 @@ class HookSession(Protocol):
 
 
 class Interval:
-    """A timer in steps or in seconds; exactly one of them is not None.
+    """A timer in steps or in seconds.
 
     Attributes:
         last: The step and the time (`time.monotonic()`) of the last event. None: there

@@ -82,8 +82,8 @@ class _Linear(CannedEstimator):
 class LinearRegressor(_Linear):
     """A linear model for regression.
 
-    The loss is the squared error. `evaluate` returns `average_loss` (weighted by
-    example), `loss` (the mean of the batches'), `label/mean`, `prediction/mean` and
+    The loss is the squared error. `evaluate` returns `average_loss` (the weighted mean
+    over examples), `loss` (the mean over batches), `label/mean`, `prediction/mean` and
     `global_step`; `predict` yields `predictions`, `float32[label_dimension]`.
 
     Args:

@@ -1,8 +1,7 @@
 """Turns a `model_fn` into the train, eval and predict steps that a strategy runs.
 
-In the style of TF 1, each call of the function makes layers, optimizer and metrics. The
-first call creates the variables. Later calls, one for each trace of a step, get the
-same variables again (variable reuse).
+As in TF 1, each call of the function makes layers, optimizer and metrics. The first
+call creates the variables; later calls, one for each trace of a step, reuse them.
 """
 
 from collections.abc import Mapping
@@ -14,10 +13,10 @@ import numpy as np
 
 import replicax as rx
 from replicax.seams import made_alike
-from replicax_estimator.made_variables import MadeVariables
 from replicax_estimator.spec import EstimatorSpec, ModeKeys, num_active, stepping
 from replicax_estimator.types import Arrays, Features, Labels, Predictions
 from replicax_estimator.user_functions import ModelFunction
+from replicax_estimator.variable_reuse import VariableStore
 
 __all__ = ["EstimatorModel", "first_replica"]
 
@@ -36,8 +35,8 @@ class EstimatorModel:
 
     Attributes:
         spec: The result of the function's first call. Its optimizers, metrics and hooks
-            stay in use; its arrays are tracers that have expired.
-        loss: The metric of the mean loss, in EVAL mode.
+            stay in use; its arrays are expired tracers.
+        loss: The metric of the mean loss, for EVAL mode.
     """
 
     spec: EstimatorSpec
@@ -51,8 +50,8 @@ class EstimatorModel:
         self._seed = seed
         self._updates: list[tuple[keras.Optimizer, list[keras.Variable]]] = []
         self.is_built = False
-        # Workers of parameter servers train at their own pace; servers hold the
-        # optimizer state.
+        # With parameter servers, which hold the optimizer state, each worker trains at
+        # its own pace.
         self.is_asynchronous = isinstance(strategy, rx.ParameterServerStrategy)
         with strategy.scope():
             self.global_step = keras.Variable(
@@ -63,7 +62,7 @@ class EstimatorModel:
                 name="global_step",
             )
             self.loss = keras.metrics.Mean(name="loss")
-        self._made = MadeVariables("model_fn", (self.global_step,))
+        self._store = VariableStore("model_fn", (self.global_step,))
 
     def build(self, features: Features, labels: Labels) -> None:
         """Create the variables, for a batch whose leaves are `PerReplica`."""
@@ -85,13 +84,13 @@ class EstimatorModel:
         with (
             stepping(self.global_step),
             made_alike(self._seed),
-            self._made.reused(writes=writes),
+            self._store.reuse(writes=writes),
         ):
             return self._function(features, labels, self.mode)
 
     def _build_optimizers(self) -> None:
-        created = {id(v) for v in self._made.variables}
-        trainable = [v for v in self._made.variables if v.trainable]
+        created = {id(v) for v in self._store.variables}
+        trainable = [v for v in self._store.variables if v.trainable]
         optimizers = [op.optimizer for op in self.spec.train_ops]
         if len({id(o) for o in optimizers}) < len(optimizers):
             raise ValueError(
@@ -126,7 +125,7 @@ class EstimatorModel:
         of_metrics = {id(v) for m in self.metrics.values() for v in m.variables}
         state = [v for op in self.spec.train_ops for v in op.optimizer.variables]
         named: dict[str, keras.Variable] = {}
-        for variable in {id(v): v for v in (*self._made.variables, *state)}.values():
+        for variable in {id(v): v for v in (*self._store.variables, *state)}.values():
             is_rate = variable.path.endswith("/learning_rate")
             if id(variable) in of_metrics or (is_rate and not variable.trainable):
                 continue
@@ -138,7 +137,7 @@ class EstimatorModel:
 
     def is_optimizer_state(self, variable: keras.Variable) -> bool:
         """Whether `optimizer.build` has created a variable, such as a momentum."""
-        return all(variable is not other for other in self._made.variables)
+        return all(variable is not other for other in self._store.variables)
 
     def finalize(self) -> None:
         """End training: assign the moving averages of weights to the weights."""

@@ -1,4 +1,4 @@
-"""Predicts with an estimator's checkpoint: batches of predictions, or single ones."""
+"""Predicts with an estimator's checkpoint, batch by batch or example by example."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 

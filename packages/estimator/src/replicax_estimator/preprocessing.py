@@ -21,8 +21,8 @@ from replicax_estimator.types import Features, JSONObject, Labels
 __all__ = [
     "ROWS",
     "Preprocessor",
-    "SavedPreprocessor",
     "preprocessor_config",
+    "saved_preprocessor",
     "weight_column_of",
 ]
 
@@ -36,7 +36,8 @@ _NUM_SHOWN = 5
 class Preprocessor:
     """Converts a canned estimator's batches of `b` examples to arrays of numbers.
 
-    A model without `columns` gets `ROWS`. `n_classes` is None for regression.
+    A model that needs no feature gets `ROWS`. `n_classes` is None for regression. The
+    features named by `in_program` are not converted.
     """
 
     columns: tuple[Column, ...]
@@ -44,6 +45,7 @@ class Preprocessor:
     n_classes: int | None = None
     label_dimension: int = 1
     weight_column: NumericColumn | None = None
+    in_program: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_count(self.label_dimension, "label_dimension")
@@ -68,10 +70,10 @@ class Preprocessor:
         label_dimension]` for regression, `float32[b, 1]` for two classes, `int32[b, 1]`
         for more. They are None for prediction, which needs no weights either.
         """
-        arrays: dict[str, np.ndarray] = {}
+        arrays = {name: np.asarray(features[name]) for name in self.in_program}
         if self.columns:
             arrays |= features_of(self.columns, features)
-        else:
+        elif not arrays:
             if not isinstance(features, Mapping):
                 features = {"features": features}
             rows = rows_of(features, "a model without feature columns")
@@ -204,7 +206,7 @@ def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:
     raw feature. ValueError: Another column contains a function.
     """
     columns: list[JSONObject] = []
-    in_program: list[str] = []
+    in_program = list(preprocessor.in_program)
     for column in dict.fromkeys(column.host for column in preprocessor.columns):
         if isinstance(column, NumericColumn) and column.normalizer_fn is not None:
             if column.dtype == "float64":  # A program would normalize float32.
@@ -225,34 +227,15 @@ def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:
     }
 
 
-class SavedPreprocessor:
-    """The preprocessor of a saved model, from a `preprocessor_config`.
-
-    Attributes:
-        in_program: The raw features that the program reads.
-    """
-
-    def __init__(self, config: JSONObject) -> None:
-        words = config["label_vocabulary"]
-        self._preprocessor = Preprocessor(
-            columns=tuple(map(from_config, config["columns"])),
-            label_vocabulary=None if words is None else tuple(words),
-            n_classes=config["n_classes"],
-        )
-        self.in_program: list[str] = config["in_program"]
-
-    def prepare(self, features: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Convert a batch of raw features to the program's inputs."""
-        arrays = {name: features[name] for name in self.in_program}
-        if arrays and not self._preprocessor.columns:
-            return arrays
-        return arrays | self._preprocessor.prepare(features)[0]
-
-    def add_class_names(
-        self, outputs: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Convert the program's outputs to the caller's."""
-        return self._preprocessor.add_class_names(outputs)
+def saved_preprocessor(config: JSONObject) -> Preprocessor:
+    """Make the preprocessor of a saved model from a `preprocessor_config`."""
+    words = config["label_vocabulary"]
+    return Preprocessor(
+        columns=tuple(map(from_config, config["columns"])),
+        label_vocabulary=None if words is None else tuple(words),
+        n_classes=config["n_classes"],
+        in_program=tuple(config["in_program"]),
+    )
 
 
 def _decoded(value: Any) -> Any:

@@ -140,8 +140,8 @@ def build_raw_serving_input_receiver_fn(
 
     (TF: `tf.estimator.export.build_raw_serving_input_receiver_fn`.)
 
-    Arguments and errors are those of `ServingInputReceiver`. The result is a function
-    without arguments, for `Estimator.export_saved_model`.
+    Arguments are those of `ServingInputReceiver`. The result is a function without
+    arguments, for `Estimator.export_saved_model`.
 
     Example:
         >>> import keras, replicax as rx

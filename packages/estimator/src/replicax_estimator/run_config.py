@@ -9,6 +9,7 @@ import jax
 
 import replicax as rx
 from replicax_estimator.arguments import require_count, require_instance
+from replicax_estimator.hooks import Interval
 
 __all__ = ["RunConfig", "one_device"]
 
@@ -20,8 +21,8 @@ class RunConfig:
     """An estimator's strategies, checkpoint intervals and seed.
 
     Args:
-        model_dir: Folder of checkpoints, evaluations and exports. The estimator's own
-            argument overrides it. None for both: a new temporary folder.
+        model_dir: Folder of checkpoints, evaluations and exports, if it is no argument
+            of the estimator. None: a new temporary folder.
         train_distribute: The strategy that trains; None: one device.
         eval_distribute: The strategy that evaluates; None: one device.
         save_checkpoints_steps: Training steps between two checkpoints.
@@ -32,8 +33,8 @@ class RunConfig:
             Python's random numbers.
         log_step_count_steps: Steps between two log lines with the loss and steps/s, and
             between two checks for NaN; None: never.
-        restore_input: Whether a training that was interrupted continues its input from
-            the position of its last checkpoint. The data must come in the same order.
+        restore_input: Whether an interrupted training continues its input from the
+            position of its last checkpoint. The data must come in the same order.
 
     Example:
         >>> import replicax as rx
@@ -60,42 +61,30 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None:
                 require_instance(value, rx.Strategy, f"RunConfig: {name}")
-        for name in (
-            "save_checkpoints_steps",
-            "save_checkpoints_secs",
-            "log_step_count_steps",
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(
-                    f"RunConfig: {name} must be positive or None; got {value!r}."
-                )
-        if self.save_checkpoints_steps and self.save_checkpoints_secs:
-            raise ValueError(
-                f"RunConfig: got save_checkpoints_steps={self.save_checkpoints_steps!r}"
-                f" and save_checkpoints_secs={self.save_checkpoints_secs!r}. Give one "
-                "of them."
-            )
-        if not self.save_checkpoints_steps and not self.save_checkpoints_secs:
+        if self.save_checkpoints_steps is None and self.save_checkpoints_secs is None:
             object.__setattr__(self, "save_checkpoints_secs", _DEFAULT_SECONDS)
+        save_interval = (self.save_checkpoints_steps, self.save_checkpoints_secs)
+        Interval(*save_interval, "RunConfig: save_checkpoints")  # Raises if wrong.
+        if self.log_step_count_steps is not None:
+            Interval(self.log_step_count_steps, None, "RunConfig: log_step_count_steps")
         if self.keep_checkpoint_max is not None:
             require_count(self.keep_checkpoint_max, "RunConfig: keep_checkpoint_max", 0)
 
     def replace(self, **changes: Any) -> "RunConfig":
         """A copy with other values."""
         steps, seconds = "save_checkpoints_steps", "save_checkpoints_secs"
-        for given, other in ((steps, seconds), (seconds, steps)):
-            if changes.get(given) and other not in changes:
+        for interval, other in ((steps, seconds), (seconds, steps)):
+            if changes.get(interval) and other not in changes:
                 changes[other] = None
         return dataclasses.replace(self, **changes)
 
     @property
     def cluster_resolver(self) -> rx.cluster_resolver.ClusterResolver | None:
         """The cluster resolver of the training strategy, else of TF_CONFIG."""
-        own = getattr(self.train_distribute, "cluster_resolver", None)
-        if own is None and os.environ.get("TF_CONFIG", "").strip():
+        resolver = getattr(self.train_distribute, "cluster_resolver", None)
+        if resolver is None and os.environ.get("TF_CONFIG", "").strip():
             return rx.cluster_resolver.TFConfigClusterResolver()
-        return own
+        return resolver
 
     @property
     def cluster_spec(self) -> rx.ClusterSpec:

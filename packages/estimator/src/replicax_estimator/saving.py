@@ -211,7 +211,6 @@ def warm_start(
 
 def _other_model(path: str, difference: object) -> rx.CheckpointError:
     return rx.CheckpointError(
-        f"Estimator: the model_dir holds {path}, which is of another model or "
-        f"optimizer. Give a new model_dir, or the old layers and optimizer. "
-        f"{difference}"
+        f"Estimator: {path} in the model_dir is of another model or optimizer. Give a "
+        f"new model_dir, or the old layers and optimizer. {difference}"
     )

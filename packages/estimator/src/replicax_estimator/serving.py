@@ -10,14 +10,14 @@ from jax import export
 from numpy.typing import ArrayLike
 
 from replicax_estimator.artifact import DEFAULT_SIGNATURE, newest, read
-from replicax_estimator.preprocessing import SavedPreprocessor
+from replicax_estimator.preprocessing import saved_preprocessor
 from replicax_estimator.receivers import SINGLE, ArraySpec
 
 __all__ = ["SavedModel", "load_saved_model"]
 
 
 class SavedModel:
-    """A loaded saved model, which is callable; `load_saved_model` returns it.
+    """A saved model that `load_saved_model` returns; call it to predict.
 
     It maps arrays `[b, ...]` by name to arrays by name; `inputs` and `outputs` return
     their shapes and dtypes. Variables are on JAX's default device. JAX compiles a
@@ -58,8 +58,7 @@ class SavedModel:
             for signature, entry in contents["signatures"].items()
             for part in ("inputs", "outputs")
         }
-        host = contents["host"]
-        self._host = None if host is None else SavedPreprocessor(host)
+        self._host = saved_preprocessor(contents["host"])
         self._programs = {
             name: jax.jit(export.deserialize(bytearray(program)).call)
             for name, program in artifact.programs.items()
@@ -102,20 +101,19 @@ class SavedModel:
         if self._is_single and not isinstance(features, Mapping):
             features = {SINGLE: features}
         if not isinstance(features, Mapping) or set(features) != set(specs):
-            takes = ", ".join(f"{name}: {spec}" for name, spec in specs.items())
+            needed = ", ".join(f"{name}: {spec}" for name, spec in specs.items())
             names = list(features) if isinstance(features, Mapping) else type(features)
             raise ValueError(
-                f"saved model {self.path}: needs the features {takes}; got {names}."
+                f"saved model {self.path}: needs the features {needed}; got {names}."
             )
         arrays = {
             name: spec.convert(features[name], f"feature {name!r}")
             for name, spec in specs.items()
         }
-        if self._host is not None:
-            arrays = self._host.prepare(arrays)
+        arrays, _ = self._host.prepare(arrays)
         results = self._programs[signature](self._variables, arrays)
         outputs = {name: np.asarray(x) for name, x in results.items()}
-        return outputs if self._host is None else self._host.add_class_names(outputs)
+        return self._host.add_class_names(outputs)
 
     def _array_specs(self, signature: str, part: str) -> dict[str, ArraySpec]:
         if signature not in self.signatures:

@@ -75,7 +75,8 @@ def minimize(
         var_list: Variables to train; None: all trainable ones of the `model_fn`.
 
     Returns:
-        A value for `EstimatorSpec(train_op=...)`; give a list for several optimizers.
+        A value for `EstimatorSpec(train_op=...)`, which may also be a list of such
+        values for several optimizers.
 
     Raises:
         TypeError: If `optimizer` is no Keras optimizer.
@@ -145,8 +146,8 @@ class EstimatorSpec:
             raise self._missing("optimizer, or train_op")
         if self.train_op is not None and self.optimizer is not None:
             raise ValueError(
-                "EstimatorSpec: got both train_op and optimizer. optimizer=x stands "
-                "for train_op=minimize(x, loss); give one of them."
+                "EstimatorSpec: got both train_op and optimizer. Give one of them; "
+                "optimizer=x means train_op=minimize(x, loss)."
             )
         shape = tuple(getattr(self.loss, "shape", ()))
         if shape not in ((), (1,)):  # As in tf.estimator.

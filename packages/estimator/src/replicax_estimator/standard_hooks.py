@@ -46,7 +46,7 @@ class StopAtStepHook(SessionRunHook):
         last_step: The global step to end at.
 
     Raises:
-        ValueError: Unless exactly one of them is given.
+        ValueError: Unless exactly one argument is given.
 
     Example:
         >>> import replicax as rx

@@ -83,8 +83,8 @@ class Loop:
         first = next(steps, None)
         if first is None:
             raise ValueError(
-                f"Estimator.{method}: the input_fn gives no batch, or too few for one "
-                f"step of {self.model.strategy.num_replicas_in_sync} replicas."
+                f"Estimator.{method}: the input_fn returns no batch, or fewer than one "
+                f"step of {self.model.strategy.num_replicas_in_sync} replicas needs."
             )
         self.model.build(*first)
         return first

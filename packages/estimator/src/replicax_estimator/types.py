@@ -1,4 +1,4 @@
-"""Types of what users' functions take and return."""
+"""Types of arguments and results of users' functions."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -152,8 +152,8 @@ class InputPipeline:
             )
         if labels is None and self._needs_labels and self._mode != ModeKeys.PREDICT:
             raise ValueError(
-                "Estimator: the input_fn gives features without labels, which mode "
-                f"{str(self._mode)!r} needs. Return batches (features, labels)."
+                f"Estimator: mode {str(self._mode)!r} needs labels, and the input_fn "
+                "returns only features. Return batches (features, labels)."
             )
         if self._mode == ModeKeys.PREDICT:
             labels = None

@@ -13,9 +13,9 @@ WORDS = ["a", "b", "c"]
 
 
 def ids(column, raw, **others):
-    made = fc.features_of(column, {"x": raw, **others})[column.outputs[0]]
-    assert made.dtype == np.int32
-    return made.tolist()
+    result = fc.features_of(column, {"x": raw, **others})[column.outputs[0]]
+    assert result.dtype == np.int32
+    return result.tolist()
 
 
 def vocabulary(words=WORDS, **options):
@@ -112,7 +112,7 @@ def test_wrong_categorical_columns(make, error, match) -> None:
         np.array([b"b", b"", b"z"], object),
     ],
 )
-def test_vocabulary_of_strings_however_they_come(raw) -> None:
+def test_vocabulary_reads_str_bytes_and_objects(raw) -> None:
     assert ids(vocabulary(), raw) == [[1], [-1], [-1]]
     assert ids(vocabulary(default_value=2), raw) == [[1], [-1], [2]]
     assert ids(vocabulary(num_oov_buckets=1), raw) == [[1], [-1], [3]]
@@ -163,20 +163,20 @@ texts = st.lists(st.text(string.printable + "éß漢", max_size=8), min_size=1, 
 @given(words=texts, size=st.integers(1, 2**31 - 1), seed=st.randoms())
 def test_a_bucket_depends_on_the_value_alone(words, size, seed) -> None:
     column = fc.categorical_column_with_hash_bucket("x", size)
-    made = dict(zip(words, ids(column, np.array(words, object)), strict=True))
-    assert all(-1 <= i < size and (i < 0) == (w == "") for w, (i,) in made.items())
+    result = dict(zip(words, ids(column, np.array(words, object)), strict=True))
+    assert all(-1 <= i < size and (i < 0) == (w == "") for w, (i,) in result.items())
     shuffled = list(words)
     seed.shuffle(shuffled)
-    assert ids(column, np.array(shuffled, object)) == [made[w] for w in shuffled]
+    assert ids(column, np.array(shuffled, object)) == [result[w] for w in shuffled]
 
 
 def test_weights() -> None:
     column = fc.weighted_categorical_column(vocabulary(), "w")
     assert column.name == "x_weighted_by_w"
     features = {"x": [["a", "c"], ["b", ""]], "w": [[1, 2.5], [3, 4]]}
-    made = fc.features_of(column, features)
-    np.testing.assert_array_equal(made[column.outputs[0]], [[0, 2], [1, -1]])
-    np.testing.assert_array_equal(made[column.outputs[1]], [[1, 2.5], [3, 4]])
+    result = fc.features_of(column, features)
+    np.testing.assert_array_equal(result[column.outputs[0]], [[0, 2], [1, -1]])
+    np.testing.assert_array_equal(result[column.outputs[1]], [[1, 2.5], [3, 4]])
     hot = fc.DenseFeatures(fc.indicator_column(column))(features)
     np.testing.assert_array_equal(hot, [[1, 0, 2.5], [0, 3, 0]])
 

@@ -79,7 +79,7 @@ COLUMNS = st.one_of(numeric(), CATEGORICAL, WEIGHTED)
 
 @SETTINGS
 @given(COLUMNS)
-def test_a_column_comes_back_as_it_was(column) -> None:
+def test_columns_survive_json(column) -> None:
     text = json.dumps(to_config(column), allow_nan=False)
     again = from_config(json.loads(text))
     assert again == column
@@ -89,13 +89,13 @@ def test_a_column_comes_back_as_it_was(column) -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, -math.inf])
-def test_special_numbers_come_back(number) -> None:
+def test_nan_and_infinity_survive_json(number) -> None:
     column = fc.numeric_column("x", 2, number)
     again = from_config(json.loads(json.dumps(to_config(column), allow_nan=False)))
     assert repr(again) == repr(column)
 
 
-def test_numbers_of_numpy_become_plain_ones() -> None:
+def test_numpy_numbers_survive_json() -> None:
     column = fc.categorical_column_with_identity("x", np.int64(7))
     text = json.dumps(to_config(column))
     assert from_config(json.loads(text)) == column

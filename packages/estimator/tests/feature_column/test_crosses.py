@@ -13,9 +13,9 @@ HASHED = fc.categorical_column_with_hash_bucket("h", 10)
 
 
 def ids(column, features):
-    made = fc.features_of(column, features)[column.outputs[0]]
-    assert made.dtype == np.int32
-    return made
+    result = fc.features_of(column, features)[column.outputs[0]]
+    assert result.dtype == np.int32
+    return result
 
 
 def test_names_are_sorted_and_inner_crosses_opened() -> None:
@@ -36,8 +36,8 @@ def test_all_combinations_of_a_row() -> None:
 
 def test_combinations_with_a_missing_value_are_left_out() -> None:
     column = fc.crossed_column(["x", IDS], 100)
-    made = ids(column, {"x": [["a", ""], ["", ""]], "id": [[1, -1], [1, 2]]})
-    assert (made >= 0).tolist() == [[True, False, False, False], [False] * 4]
+    result = ids(column, {"x": [["a", ""], ["", ""]], "id": [[1, -1], [1, 2]]})
+    assert (result >= 0).tolist() == [[True, False, False, False], [False] * 4]
 
 
 def test_buckets_are_fixed() -> None:
@@ -47,7 +47,7 @@ def test_buckets_are_fixed() -> None:
     assert ids(column, features).tolist() == [[342], [725]]
 
 
-def test_a_column_counts_by_its_ids() -> None:
+def test_crossed_columns_are_crossed_by_their_ids() -> None:
     column = fc.crossed_column([AGES, "y"], 10**9)
     young, also_young, old = ids(column, {"age": [3, 5, 70], "y": ["a"] * 3})
     assert young == also_young
@@ -56,17 +56,17 @@ def test_a_column_counts_by_its_ids() -> None:
 
 def test_the_hash_key_changes_the_buckets() -> None:
     features = {"x": list("abcdefgh"), "y": list("abcdefgh")}
-    made = [
+    result = [
         ids(fc.crossed_column(["x", "y"], 10**6, key), features).tolist()
         for key in (None, 0, 1)
     ]
-    assert made[0] != made[1] != made[2]
+    assert result[0] != result[1] != result[2]
 
 
 def test_buckets_are_filled_evenly() -> None:
     features = {"x": [np.arange(100)], "y": [np.arange(160)]}
-    made = ids(fc.crossed_column(["x", "y"], 16), features)
-    counts = np.bincount(made.ravel(), minlength=16)
+    result = ids(fc.crossed_column(["x", "y"], 16), features)
+    counts = np.bincount(result.ravel(), minlength=16)
     assert counts.min() > 850
     assert counts.max() < 1150
 
@@ -76,7 +76,7 @@ words = st.lists(st.text(max_size=4), min_size=4, max_size=4)
 
 @settings(max_examples=30)
 @given(x=words, y=words, size=st.integers(1, 10**6))
-def test_rows_do_not_know_each_other(x, y, size) -> None:
+def test_rows_are_hashed_independently(x, y, size) -> None:
     column = fc.crossed_column(["x", "y"], size)
     whole = ids(column, {"x": np.array(x, object), "y": np.array(y, object)})
     for row in range(4):

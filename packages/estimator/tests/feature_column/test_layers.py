@@ -53,8 +53,8 @@ def test_embeddings(combiner, is_weighted) -> None:
     source = RATED if is_weighted else TAGS
     column = fc.embedding_column(source, 2, combiner, initializer=table_of)
     weights = FEATURES["w"] if is_weighted else np.ones((3, 2))
-    made = fc.DenseFeatures(column)(FEATURES)
-    np.testing.assert_allclose(made, combine(weights, combiner), rtol=1e-6)
+    output = fc.DenseFeatures(column)(FEATURES)
+    np.testing.assert_allclose(output, combine(weights, combiner), rtol=1e-6)
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
@@ -71,12 +71,12 @@ def test_linear_model_of_categories(combiner, is_weighted) -> None:
     np.testing.assert_allclose(layer(FEATURES), expected, rtol=1e-6)
 
 
-def test_long_vectors_are_shortened() -> None:
+def test_max_norm_clips_vectors() -> None:
     column = fc.embedding_column(TAGS, 2, "sum", initializer=table_of, max_norm=4)
-    made = np.asarray(fc.DenseFeatures(column)(FEATURES))
+    output = np.asarray(fc.DenseFeatures(column)(FEATURES))
     short = TABLE * np.minimum(1, 4 / np.linalg.norm(TABLE, axis=1, keepdims=True))
     expected = [short[0] + short[2], short[3], np.zeros(2)]
-    np.testing.assert_allclose(made, expected, rtol=1e-6)
+    np.testing.assert_allclose(output, expected, rtol=1e-6)
     zeros = fc.embedding_column(TAGS, 2, initializer="zeros", max_norm=4)
     layer = fc.DenseFeatures(zeros)
     (gradient,) = gradients(layer, fc.features_of(zeros, FEATURES))
@@ -125,24 +125,24 @@ def test_the_default_initializer() -> None:
 
 def test_columns_come_in_the_order_of_their_names() -> None:
     columns = [fc.indicator_column(TAGS), AGES, AGE]
-    made = fc.DenseFeatures(columns)(FEATURES)
-    np.testing.assert_array_equal(made, fc.DenseFeatures(columns[::-1])(FEATURES))
+    output = fc.DenseFeatures(columns)(FEATURES)
+    np.testing.assert_array_equal(output, fc.DenseFeatures(columns[::-1])(FEATURES))
     hot = np.zeros((3, 4))
     hot[[0, 0, 1], [0, 2, 3]] = 1
     expected = np.hstack([FEATURES["age"][:, None], np.eye(3), hot])
-    np.testing.assert_array_equal(made, expected)
+    np.testing.assert_array_equal(output, expected)
 
 
 def test_shared_embeddings_have_one_table() -> None:
     others = fc.categorical_column_with_identity("i", 4)
     columns = fc.shared_embeddings([TAGS, others], 2, initializer=table_of)
     layer = fc.DenseFeatures(columns)
-    made = layer({**FEATURES, "i": [3, 1, 0]})
+    output = layer({**FEATURES, "i": [3, 1, 0]})
     assert len(layer.variables) == 1
     assert "i_tags_shared_embedding" in layer.variables[0].path
     # In the order of names: i, tags.
     expected = np.hstack([TABLE[[3, 1, 0]], combine(np.ones((3, 2)), "mean")])
-    np.testing.assert_allclose(made, expected)
+    np.testing.assert_allclose(output, expected)
 
 
 def test_tables_of_one_name_must_agree() -> None:
@@ -190,8 +190,8 @@ def test_raw_numbers_may_be_traced() -> None:
         fc.numeric_column("none", default_value=7),
     ]
     raw = {"age": FEATURES["age"]}
-    made = jax.jit(lambda features: fc.DenseFeatures(columns)(features))(raw)
-    np.testing.assert_allclose(made, fc.DenseFeatures(columns)(raw), rtol=1e-6)
+    output = jax.jit(lambda features: fc.DenseFeatures(columns)(features))(raw)
+    np.testing.assert_allclose(output, fc.DenseFeatures(columns)(raw), rtol=1e-6)
 
 
 def test_raw_categories_may_not_be_traced() -> None:
@@ -210,15 +210,15 @@ def test_layers_in_a_functional_model() -> None:
 def test_mixed_precision_does_not_touch_boundaries() -> None:
     exact = fc.bucketized_column(AGE, [1.0, 1.0001])
     layer = fc.DenseFeatures([exact], dtype="mixed_bfloat16")
-    made = layer({"age": [1.00005]})
-    assert made.dtype == "bfloat16"
-    np.testing.assert_array_equal(np.asarray(made, "float32"), [[0, 1, 0]])
+    output = layer({"age": [1.00005]})
+    assert output.dtype == "bfloat16"
+    np.testing.assert_array_equal(np.asarray(output, "float32"), [[0, 1, 0]])
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: fc.DenseFeatures([]), "at least one feature column"),
+        (lambda: fc.DenseFeatures([]), "one or more feature columns"),
         (lambda: fc.DenseFeatures([TAGS]), "indicator_column or embedding_column"),
         (lambda: fc.DenseFeatures([AGE, AGE]), "two of the name 'age'"),
         (lambda: fc.LinearModel([TAGS, TAGS]), "two of the name 'tags'"),

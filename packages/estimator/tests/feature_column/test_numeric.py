@@ -16,9 +16,9 @@ def values(column, features):
 
 @pytest.mark.parametrize("raw", [[1, 2], [1.0, 2.0], [[1], [2]], [True, 2]])
 def test_numbers_become_float32_of_two_dimensions(raw) -> None:
-    made = values(fc.numeric_column("x"), {"x": raw})
-    assert made.dtype == np.float32
-    np.testing.assert_array_equal(made, [[1], [2]])
+    output = values(fc.numeric_column("x"), {"x": raw})
+    assert output.dtype == np.float32
+    np.testing.assert_array_equal(output, [[1], [2]])
 
 
 def test_several_dimensions_are_kept() -> None:
@@ -35,8 +35,8 @@ def test_nan_is_passed_on() -> None:
 
 def test_default_stands_for_a_missing_feature() -> None:
     column = fc.numeric_column("x", shape=2, default_value=1.5)
-    made = values(column, {"other": np.zeros((3, 5))})
-    np.testing.assert_array_equal(made, [[1.5, 1.5]] * 3)
+    output = values(column, {"other": np.zeros((3, 5))})
+    np.testing.assert_array_equal(output, [[1.5, 1.5]] * 3)
 
 
 @pytest.mark.parametrize(("dtype", "seen"), [("float32", "f4"), ("float64", "f8")])
@@ -48,10 +48,10 @@ def test_normalizer_sees_the_dtype_of_the_column(dtype, seen) -> None:
         return np.log1p(x)
 
     column = fc.numeric_column("x", dtype=dtype, normalizer_fn=normalized)
-    made = values(column, {"x": np.array([0.0, 1.0])})
+    output = values(column, {"x": np.array([0.0, 1.0])})
     assert dtypes == [np.dtype(seen)]
-    np.testing.assert_allclose(made, np.log1p([[0.0], [1.0]]), rtol=1e-6)
-    assert made.dtype == np.float32
+    np.testing.assert_allclose(output, np.log1p([[0.0], [1.0]]), rtol=1e-6)
+    assert output.dtype == np.float32
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 (TF: `tf.feature_column`.) A JAX program cannot hold strings, so a column has two
 halves: `features_of` converts a batch to numbers on the host, and the layers transform
-those in the program. The hash is not TF's, so bucket numbers differ.
+the numbers in the program. The hash is not TF's, so bucket numbers differ.
 """
 
 from replicax_estimator.feature_column.categorical import (

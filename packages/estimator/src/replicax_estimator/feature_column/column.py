@@ -2,7 +2,7 @@
 
 A JAX program cannot hold strings, so a column has two halves. On the host `transform`
 converts raw features to arrays of numbers. In the program `dense` or `ids` converts
-those to a model's input. Shapes: `B` rows, `k` values in a row.
+these arrays to a model's input. Shapes: `B` rows, `k` values in a row.
 """
 
 import abc
@@ -230,19 +230,12 @@ def _described(value: object) -> str:
 
 def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
     """Convert columns to a tuple; raise ValueError for none, or for anything else."""
-    if isinstance(columns, Column):
-        return (columns,)
-    if isinstance(columns, Mapping | str) or not isinstance(columns, Iterable):
-        raise ValueError(f"{caller}: needs a list of feature columns; got {columns!r}.")
-    listed = tuple(columns)
-    for column in listed:
-        if not isinstance(column, Column):
-            raise ValueError(
-                f"{caller}: needs feature columns; got {column!r} among them. Make one "
-                "with rx.feature_column.numeric_column or another of its functions."
-            )
-    if not listed:
-        raise ValueError(f"{caller}: needs at least one feature column; got none.")
+    listed = (columns,) if isinstance(columns, Column) else tuple(columns)
+    if not listed or not all(isinstance(column, Column) for column in listed):
+        raise ValueError(
+            f"{caller}: needs one or more feature columns; got {listed!r}. Functions "
+            "of rx.feature_column, such as numeric_column, make them."
+        )
     return listed
 
 
@@ -259,7 +252,7 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
 
     Returns:
         Arrays by the names of `Column.outputs`. Numbers are `float32[B, ...]`, ids
-        `int32[B, k]` with -1 for missing ones, weights `float32[B, k]`.
+        `int32[B, k]` with -1 for missing values, weights `float32[B, k]`.
 
     Raises:
         ValueError: If a feature is missing, its shape is wrong, it has values that its

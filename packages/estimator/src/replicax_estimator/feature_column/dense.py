@@ -1,4 +1,4 @@
-"""Indicator and embedding columns: dense columns of categorical ones."""
+"""Indicator and embedding columns: dense encodings of categorical columns."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -199,8 +199,8 @@ def crossed_column(
     are not TF's.
 
     Args:
-        keys: Two or more: names of features of strings or integers, or categorical
-            columns other than hashed and weighted ones.
+        keys: Two or more names of features of strings or integers, or categorical
+            columns that are neither hashed nor weighted.
         hash_bucket_size: Number of buckets.
         hash_key: Seed of the hash, from 0 to `2**64 - 1`. None: a fixed seed.
 

@@ -113,8 +113,8 @@ def numeric_column(
         default_value: The number for all rows of batches without the feature.
         dtype: A dtype of real numbers. `"float64"`: the normalizer gets float64. The
             result is always float32.
-        normalizer_fn: Maps `[B, *shape]` to the same shape. It gets NumPy arrays, or
-            traced arrays where a traced function gets raw features.
+        normalizer_fn: Maps `[B, *shape]` to the same shape. Its argument is a NumPy
+            array, or, in a traced function with raw features, a traced array.
 
     Example:
         >>> from replicax import feature_column as fc

@@ -75,7 +75,7 @@ def read_categories(features: RawFeatures, key: str, caller: str) -> np.ndarray:
     if array.ndim not in (1, 2):
         raise ValueError(
             f"{caller}: feature {key!r} must have the shape [B] or [B, k]; got "
-            f"{list(array.shape)}. A column takes up to k values a row."
+            f"{list(array.shape)}."
         )
     if array.ndim == 1:
         array = array.reshape(-1, 1)

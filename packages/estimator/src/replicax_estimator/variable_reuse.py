@@ -1,8 +1,7 @@
-"""Reuses the variables that a function creates anew on each trace.
+"""Reuses the variables of a function that makes new ones on each trace.
 
-A `model_fn` makes its layers, its optimizer and its metrics, and is traced more than
-once. The k-th variable of a later trace stands for the k-th variable of the first
-trace, and must have the same path, dtype and shape.
+The k-th variable of a later trace stands for the k-th variable of the first trace, and
+must have the same path, dtype and shape.
 """
 
 import contextlib
@@ -16,10 +15,10 @@ from jax.typing import ArrayLike
 import replicax as rx
 from replicax.seams import current_scope, reusing
 
-__all__ = ["MadeVariables"]
+__all__ = ["VariableStore"]
 
 
-class MadeVariables:
+class VariableStore:
     """The variables that a function makes.
 
     Args:
@@ -37,7 +36,7 @@ class MadeVariables:
         self._is_complete = False
 
     @contextlib.contextmanager
-    def reused(self, *, writes: bool = True) -> Generator[None]:
+    def reuse(self, *, writes: bool = True) -> Generator[None]:
         """A context in which to call the function; the first call creates variables.
 
         `writes` is False for a call that must not advance moving statistics or seeds.
@@ -46,20 +45,17 @@ class MadeVariables:
         """
         if not self._is_complete:
             self.variables.clear()  # The first call has failed.
-        reuse = _Reuse(self, is_first=not self._is_complete, writes=writes)
-        with reusing(reuse.on_creation), reuse:
+        scope = _ReuseScope(self, is_first=not self._is_complete, writes=writes)
+        with reusing(scope.on_creation), scope:
             yield
-        reuse.require_all()
+        scope.require_all()
         self._is_complete = True
 
 
-class _Reuse(keras.StatelessScope):
-    """One call of the function: later variables stand for those of the first call.
+class _ReuseScope(keras.StatelessScope):
+    """The scope of one call: reads and writes go to the original variables outside."""
 
-    Reads and writes go to the scope outside, for the original variable.
-    """
-
-    def __init__(self, store: MadeVariables, *, is_first: bool, writes: bool) -> None:
+    def __init__(self, store: VariableStore, *, is_first: bool, writes: bool) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self._is_first = is_first
         self._writes = writes
@@ -68,7 +64,7 @@ class _Reuse(keras.StatelessScope):
         self._originals = {id(variable): variable for variable in store.others}
         self._outside: Any = None
 
-    def __enter__(self) -> "_Reuse":
+    def __enter__(self) -> "_ReuseScope":
         self._outside = current_scope()
         super().__enter__()
         return self
@@ -92,7 +88,7 @@ class _Reuse(keras.StatelessScope):
         return False
 
     def require_all(self) -> None:
-        """Raise if the function, which has returned, made fewer variables."""
+        """Raise ContextError if the call has made fewer variables than the first."""
         number = len(self._created)
         if number < len(self._store.variables):
             missing = self._store.variables[number]

@@ -11,18 +11,18 @@ import pytest
 import replicax as rx
 from replicax.seams import made_alike
 from replicax_estimator.from_keras import start_from
-from replicax_estimator.made_variables import MadeVariables
+from replicax_estimator.variable_reuse import VariableStore
 
 
-def calls(strategy: Any, function: Any) -> tuple[MadeVariables, Any]:
+def calls(strategy: Any, function: Any) -> tuple[VariableStore, Any]:
     """A step that calls `function` as one that makes its variables."""
-    made = MadeVariables("the function")
+    store = VariableStore("the function")
 
     def step(x: Any) -> Any:
-        with made_alike(seed=3), made.reused():
+        with made_alike(seed=3), store.reuse():
             return function(x)
 
-    return made, lambda x: strategy.reduce("mean", strategy.run(step, (x,)))
+    return store, lambda x: strategy.reduce("mean", strategy.run(step, (x,)))
 
 
 @pytest.fixture
@@ -30,31 +30,31 @@ def strategy() -> rx.Strategy:
     return rx.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
-def test_what_is_made_later_means_what_was_made_first(strategy: Any) -> None:
+def test_later_traces_reuse_the_first_variables(strategy: Any) -> None:
     def function(x: Any) -> Any:
         layer = keras.layers.Dense(2)
         count = keras.Variable(3.0, trainable=False, aggregation="only_first_replica")
         count.assign_add(1.0)
         return keras.ops.sum(layer(x)) + count
 
-    made, run = calls(strategy, function)
+    store, run = calls(strategy, function)
     kernel, bias = None, None
     for step, rows in enumerate((4, 4, 6)):  # Another shape is another trace.
         x = np.ones((rows, 3), "float32")
-        found = run(x)
-        assert len(made.variables) == 3
+        result = run(x)
+        assert len(store.variables) == 3
         count, *weights = (
-            made.variables if made.variables[0].shape == () else made.variables[::-1]
+            store.variables if store.variables[0].shape == () else store.variables[::-1]
         )
         kernel, bias = sorted(weights, key=lambda v: -v.ndim)
         expected = float(jnp.sum(x @ kernel.value + bias.value)) + 4.0 + step
-        assert float(found) == pytest.approx(expected, rel=1e-5)
+        assert float(result) == pytest.approx(expected, rel=1e-5)
         assert float(count.value) == 4.0 + step
     assert kernel is not None
     assert kernel.path == "dense/kernel"
 
 
-def test_names_and_seeds_begin_anew_and_leave_no_trace(strategy: Any) -> None:
+def test_names_and_seeds_restart_in_each_trace(strategy: Any) -> None:
     keras.layers.Dense(1)
     names, seeds = [], []
 
@@ -87,10 +87,10 @@ def test_other_variables_are_an_error(
     later = [[1], units[1:] if len(units) != 0 else []]
 
     def function(x: Any) -> Any:
-        chosen = later[1] if len(made.variables) else later[0]
+        chosen = later[1] if len(store.variables) else later[0]
         return sum(keras.ops.sum(keras.layers.Dense(n)(x)) for n in chosen) + x.sum()
 
-    made, run = calls(strategy, function)
+    store, run = calls(strategy, function)
     with pytest.raises(rx.ContextError, match=message) as caught:
         run(np.ones((2, 3), "float32"))
     assert "the function: made other variables" in str(caught.value)
