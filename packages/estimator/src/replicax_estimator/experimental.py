@@ -32,12 +32,16 @@ _History: TypeAlias = Sequence[tuple[int, float]]
 
 
 class _Options(TypedDict, total=False):
-    """Options of the hooks that read evaluations: see `stop_if_no_decrease_hook`."""
+    """Options of the hooks that read evaluations."""
 
     eval_dir: str | None
+    """Folder of the evaluations; by default `estimator.eval_dir()`."""
     min_steps: int
+    """Evaluations of earlier global steps are ignored."""
     run_every_secs: float | None
+    """Seconds between two reads of the evaluations; by default 60."""
     run_every_steps: int | None
+    """Training steps between two reads, in place of seconds."""
 
 
 class _EarlyStoppingHook(IntervalHook):
@@ -99,10 +103,7 @@ def stop_if_no_decrease_hook(
         estimator: The estimator that trains.
         metric_name: A key of the result of `evaluate`, such as `"loss"`.
         max_steps_without_decrease: Training steps without a new minimum to stop after.
-        **options: `eval_dir`, the folder of the evaluations, by default
-            `estimator.eval_dir()`; `min_steps`, to ignore evaluations of earlier global
-            steps; `run_every_secs` (by default 60) or `run_every_steps` between two
-            reads of the evaluations.
+        **options: Which evaluations to read, and how often.
 
     Raises:
         ValueError: In training: if an evaluation has no such metric.
