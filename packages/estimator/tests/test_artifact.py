@@ -57,7 +57,11 @@ def test_a_folder_without_saved_models_is_an_error(tmp_path) -> None:
 def test_exports_at_the_same_moment_get_different_folders(tmp_path) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(write, [tmp_path] * 16, range(16), timeout=60))
-    assert sorted(paths) == artifact.saved_in(tmp_path) == sorted(tmp_path.iterdir())
+    assert (
+        sorted(paths)
+        == artifact.saved_models_in(tmp_path)
+        == sorted(tmp_path.iterdir())
+    )
     steps = [artifact.read(path).contents["global_step"] for path in paths]
     assert steps == list(range(16))
     (tmp_path / "9999999999").mkdir()  # No export.

@@ -21,7 +21,14 @@ import replicax as rx
 from replicax.seams import storage
 from replicax_estimator.types import JSONObject
 
-__all__ = ["DEFAULT_SIGNATURE", "Artifact", "newest", "read", "saved_in", "write"]
+__all__ = [
+    "DEFAULT_SIGNATURE",
+    "Artifact",
+    "newest",
+    "read",
+    "saved_models_in",
+    "write",
+]
 
 DEFAULT_SIGNATURE = "serving_default"
 _MANIFEST = "manifest.json"
@@ -57,7 +64,7 @@ def write(base: Path, artifact: Artifact) -> Path:
 def _new_folder(base: Path) -> Path:
     """Make an empty folder of the next free number: two exports never share one."""
     base.mkdir(parents=True, exist_ok=True)
-    numbers = [int(path.name) + 1 for path in saved_in(base)]
+    numbers = [int(path.name) + 1 for path in saved_models_in(base)]
     number = max([int(time.time()), *numbers])
     while True:
         path = base / f"{number:010d}"
@@ -69,7 +76,7 @@ def _new_folder(base: Path) -> Path:
             return path
 
 
-def saved_in(base: Path) -> list[Path]:
+def saved_models_in(base: Path) -> list[Path]:
     """List the saved models in a folder, the oldest first."""
     if not base.is_dir():
         return []
@@ -84,7 +91,7 @@ def newest(path: Path) -> Path:
     """Return the saved model at `path`, or the newest one in that folder."""
     if (path / _MANIFEST).exists():
         return path
-    paths = saved_in(path)
+    paths = saved_models_in(path)
     if not paths:
         raise rx.CheckpointError(
             f"saved model {os.fspath(path)}: there is none at this path. Give what "

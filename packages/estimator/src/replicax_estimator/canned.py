@@ -152,7 +152,7 @@ def optimizer_maker(
         cls = _optimizer_class(optimizer, name)
         return lambda: cls(learning_rate=learning_rate)
     if isinstance(optimizer, keras.Optimizer):
-        return _copies_of(optimizer)
+        return _copier_of(optimizer)
     if not callable(optimizer):
         raise TypeError(
             f"{name}: must be the name of a Keras optimizer, such as 'Adam', a Keras "
@@ -178,18 +178,18 @@ def _optimizer_class(identifier: str, name: str) -> Callable[..., keras.Optimize
     )
 
 
-def _copies_of(optimizer: keras.Optimizer) -> Callable[[], keras.Optimizer]:
+def _copier_of(optimizer: keras.Optimizer) -> Callable[[], keras.Optimizer]:
     # Read now: in the model_fn the learning rate would be a variable from outside.
-    config = _unnamed(copy.deepcopy(optimizer.get_config()))
+    config = _remove_names(copy.deepcopy(optimizer.get_config()))
     from_config = type(optimizer).from_config
     # Keras changes the config that it reads.
     return lambda: from_config(copy.deepcopy(config))
 
 
-def _unnamed(config: JSONObject) -> JSONObject:
+def _remove_names(config: JSONObject) -> JSONObject:
     """Remove the numbered names that Keras gives: checkpoints contain them."""
     config.pop("name", None)
     inner = config.get("inner_optimizer")
     if isinstance(inner, dict) and isinstance(inner.get("config"), dict):
-        _unnamed(inner["config"])
+        _remove_names(inner["config"])
     return config

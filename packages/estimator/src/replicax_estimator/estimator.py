@@ -21,7 +21,7 @@ from replicax_estimator.hooks import (
 )
 from replicax_estimator.model import EstimatorModel
 from replicax_estimator.predicting import examples_of, predictions, select
-from replicax_estimator.receivers import ServingInputReceiver, checked_receiver_fn
+from replicax_estimator.receivers import ServingInputReceiver, require_receiver_fn
 from replicax_estimator.run_config import RunConfig, one_device
 from replicax_estimator.saving import (
     CHECKPOINT_NAME,
@@ -366,7 +366,7 @@ class Estimator:
         seed = self._config.tf_random_seed or 0
         model = EstimatorModel(self._function, *key, seed)
         receiver = require_instance(
-            checked_receiver_fn(serving_input_receiver_fn, caller)(),
+            require_receiver_fn(serving_input_receiver_fn, caller)(),
             ServingInputReceiver,
             f"{caller}: the result of serving_input_receiver_fn",
         )

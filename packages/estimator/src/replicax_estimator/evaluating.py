@@ -43,7 +43,7 @@ class Evaluation(Loop):
                 if self.stops and model.strategy.workers.count == 1:
                     break
             self.is_over = True
-            results = _flat(model.results())
+            results = _flatten(model.results())
             for hook in self.hooks:
                 hook.end(self)
             return results | {"global_step": self.global_step}, path
@@ -51,7 +51,7 @@ class Evaluation(Loop):
         return self.over_steps(evaluate)
 
 
-def _flat(results: Mapping[str, Any]) -> EvalResults:
+def _flatten(results: Mapping[str, Any]) -> EvalResults:
     """Convert scalars to Python numbers, and flatten metrics that return a dict."""
     flat: EvalResults = {}
     for name, result in results.items():

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from replicax.seams import storage
 from replicax_estimator.arguments import require_callable, require_count
-from replicax_estimator.artifact import saved_in
+from replicax_estimator.artifact import saved_models_in
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.evaluating import EvalResults, read_eval_metrics
-from replicax_estimator.receivers import ServingInputReceiver, checked_receiver_fn
+from replicax_estimator.receivers import ServingInputReceiver, require_receiver_fn
 
 __all__ = ["BestExporter", "Exporter", "FinalExporter", "LatestExporter"]
 
@@ -74,7 +74,7 @@ class _SavedModelExporter(Exporter):
         exports_to_keep: int | None = None,
     ) -> None:
         caller = type(self).__name__
-        self._receiver_fn = checked_receiver_fn(serving_input_receiver_fn, caller)
+        self._receiver_fn = require_receiver_fn(serving_input_receiver_fn, caller)
         if exports_to_keep is not None:
             require_count(exports_to_keep, f"{caller}: exports_to_keep")
         self.name = name
@@ -95,7 +95,7 @@ class _SavedModelExporter(Exporter):
             export_path, self._receiver_fn, checkpoint_path
         )
         if self._num_kept is not None:
-            for old in saved_in(Path(export_path))[: -self._num_kept]:
+            for old in saved_models_in(Path(export_path))[: -self._num_kept]:
                 storage.remove(old)
         return path
 

@@ -75,7 +75,7 @@ def export_model(
     signatures: JSONObject = {}
     names = jax.eval_shape(outputs_of, values, arrays)
     for name in sorted(names, key=lambda name: (name != DEFAULT_SIGNATURE, name)):
-        exported = _exported(
+        exported = _export_program(
             lambda v, x, name=name: outputs_of(v, x)[name],
             values,
             of_program,
@@ -123,10 +123,12 @@ def _inputs(
 def _signatures(spec: EstimatorSpec) -> dict[str, Arrays]:
     """Collect the outputs of each signature by name."""
     signatures = {DEFAULT_SIGNATURE: spec.predictions, **(spec.export_outputs or {})}
-    return {name: _named(name, outputs) for name, outputs in signatures.items()}
+    return {
+        name: _outputs_by_name(name, outputs) for name, outputs in signatures.items()
+    }
 
 
-def _named(signature: str, outputs: Predictions) -> Arrays:
+def _outputs_by_name(signature: str, outputs: Predictions) -> Arrays:
     named = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
     for name, value in named.items():
         if not hasattr(value, "shape"):
@@ -137,7 +139,7 @@ def _named(signature: str, outputs: Predictions) -> Arrays:
     return named
 
 
-def _exported(
+def _export_program(
     fn: Callable[..., Arrays],
     values: Mapping[str, np.ndarray],
     specs: _Specs,

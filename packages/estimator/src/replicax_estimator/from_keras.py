@@ -89,10 +89,10 @@ def model_to_estimator(
         outputs = model(features, training=training)
         if values:
             start_from(model.variables, values)
-        predictions = _by_name(model, outputs)
+        predictions = _outputs_by_name(model, outputs)
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predictions=predictions)
-        labels = _like_outputs(labels, outputs, list(predictions))
+        labels = _arrange_labels(labels, outputs, list(predictions))
         loss: Tensor = model.compute_loss(
             features, labels, outputs, weights, training=training
         )
@@ -115,7 +115,7 @@ def model_to_estimator(
     return estimator
 
 
-def _like_outputs(labels: Labels, outputs: Predictions, names: list[str]) -> Labels:
+def _arrange_labels(labels: Labels, outputs: Predictions, names: list[str]) -> Labels:
     """Put labels by the outputs' names into the structure of the outputs."""
     if not isinstance(labels, dict) or isinstance(outputs, dict):
         return labels
@@ -134,7 +134,7 @@ def start_from(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
         set_value(variable, value)
 
 
-def _by_name(model: keras.Model, outputs: Predictions) -> dict[str, Any]:
+def _outputs_by_name(model: keras.Model, outputs: Predictions) -> dict[str, Any]:
     if isinstance(outputs, dict):
         return outputs
     listed = list(outputs) if isinstance(outputs, list | tuple) else [outputs]

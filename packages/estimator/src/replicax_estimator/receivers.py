@@ -17,7 +17,7 @@ __all__ = [
     "ArraySpec",
     "ServingInputReceiver",
     "build_raw_serving_input_receiver_fn",
-    "checked_receiver_fn",
+    "require_receiver_fn",
 ]
 
 SINGLE = "feature"
@@ -160,7 +160,7 @@ def build_raw_serving_input_receiver_fn(
     return lambda: receiver
 
 
-def checked_receiver_fn(
+def require_receiver_fn(
     serving_input_receiver_fn: Callable[[], ServingInputReceiver] | None, caller: str
 ) -> Callable[[], ServingInputReceiver]:
     """Return a `serving_input_receiver_fn`; raise TypeError if it is not callable."""

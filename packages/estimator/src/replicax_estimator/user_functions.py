@@ -113,7 +113,7 @@ class InputPipeline:
             return iter(strategy.distribute_datasets_from_function(self.batches))
         context, size = strategy.input_context, strategy.num_replicas_in_sync
         batches = functools.partial(self.batches, context)
-        return rx.input.prefetch(lambda: _grouped(rx.input.batches(batches), size))
+        return rx.input.prefetch(lambda: _group(rx.input.batches(batches), size))
 
     def batches(self, context: rx.InputContext) -> Generator[tuple[Features, Labels]]:
         """Yield preprocessed batches `(features, labels)`, each for one replica."""
@@ -165,7 +165,7 @@ class InputPipeline:
 _LAMBDA = "Write input_fn=lambda: dataset."
 
 
-def _grouped(
+def _group(
     batches: Iterable[tuple[Features, Labels]], num_replicas: int
 ) -> Generator[Step]:
     """Yield steps of up to `num_replicas` batches of equal shapes.

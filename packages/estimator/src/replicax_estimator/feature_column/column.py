@@ -29,11 +29,11 @@ __all__ = [
     "EmbeddingTable",
     "RawFeatures",
     "SingleFeature",
-    "arrays_for",
     "as_columns",
     "features_of",
     "is_traced",
-    "prepared",
+    "transform_on_host",
+    "transform_traced",
     "variable_name",
 ]
 
@@ -280,12 +280,12 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
     return arrays
 
 
-def prepared(
+def transform_on_host(
     columns: tuple[Column, ...], features: RawFeatures, caller: str
 ) -> dict[str, ArrayLike]:
     """Transform the raw features of a batch on the host, except traced ones.
 
-    `arrays_for` transforms the traced ones.
+    `transform_traced` transforms the traced ones.
     """
     ready: dict[str, ArrayLike] = {}
     for host in _hosts(columns, features, caller):
@@ -304,10 +304,10 @@ def prepared(
     return ready
 
 
-def arrays_for(
+def transform_traced(
     columns: tuple[Column, ...], features: Arrays, caller: str
 ) -> dict[str, jax.Array]:
-    """Compute the columns' outputs in a traced function, from `prepared` features."""
+    """Compute the columns' outputs in a traced function, after `transform_on_host`."""
     arrays = dict(features)
     for host in _hosts(columns, features, caller):
         if not all(name in arrays for name in host.outputs):

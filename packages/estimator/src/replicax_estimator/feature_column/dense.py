@@ -22,7 +22,7 @@ __all__ = [
     "COMBINERS",
     "EmbeddingColumn",
     "IndicatorColumn",
-    "combined",
+    "combine",
     "embedding_column",
     "indicator_column",
     "shared_embeddings",
@@ -147,8 +147,8 @@ class EmbeddingColumn(_DenseOfCategories):
         ids, weights = self.categorical_column.ids(arrays)
         vectors = table(valid_ids(ids)).astype("float32")
         if self.max_norm is not None:
-            vectors = _clipped_rows(vectors, self.max_norm)
-        return combined(vectors, ids, weights, self.combiner)
+            vectors = _clip_norms(vectors, self.max_norm)
+        return combine(vectors, ids, weights, self.combiner)
 
 
 def embedding_column(
@@ -167,7 +167,7 @@ def embedding_column(
     Args:
         categorical_column: Any categorical column.
         dimension: Size of a vector.
-        combiner: How the vectors of a row's ids are combined: `"mean"`, `"sqrtn"` or
+        combiner: How the vectors of a row's ids are combine: `"mean"`, `"sqrtn"` or
             `"sum"`, weighted for a weighted column. A row without ids gets zeros.
         initializer: A Keras initializer. None: a truncated normal distribution with the
             standard deviation `1 / sqrt(dimension)`.
@@ -230,7 +230,7 @@ def valid_ids(ids: jax.Array) -> jax.Array:
     return jnp.maximum(ids, 0)
 
 
-def combined(
+def combine(
     vectors: jax.Array, ids: jax.Array, weights: jax.Array | None, combiner: str
 ) -> jax.Array:
     """Combine the vectors of each row's ids; a row without ids gets zeros.
@@ -255,7 +255,7 @@ def combined(
     return total / divisor[:, None]
 
 
-def _clipped_rows(vectors: jax.Array, max_norm: float) -> jax.Array:
+def _clip_norms(vectors: jax.Array, max_norm: float) -> jax.Array:
     """Clip the L2 norm of the vectors along the last dimension to `max_norm`."""
     squares = (vectors**2).sum(axis=-1, keepdims=True)
     is_longer = squares > max_norm**2

@@ -33,7 +33,7 @@ _DEFAULT_KEY = 0xDECAFCAFFE
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _crossed(prints: list[np.ndarray], key: int) -> np.ndarray:
+def _cross(prints: list[np.ndarray], key: int) -> np.ndarray:
     """Hash each combination of each row's values.
 
     From fingerprints `uint64[B, k1]`, `[B, k2]`, ... to `uint64[B, k1 * k2 * ...]`; the
@@ -43,11 +43,11 @@ def _crossed(prints: list[np.ndarray], key: int) -> np.ndarray:
     combined = np.full((rows, 1), key, np.uint64)
     for part in prints:
         pairs = combined[:, :, None] * _STEP + part[:, None, :]
-        combined = _mixed(pairs).reshape(rows, pairs.shape[1] * pairs.shape[2])
+        combined = _mix(pairs).reshape(rows, pairs.shape[1] * pairs.shape[2])
     return combined
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def _mix(x: np.ndarray) -> np.ndarray:
     # The finalizer of SplitMix64: every bit depends on every bit.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -174,7 +174,7 @@ class CrossedColumn(CategoricalColumn):
             is_gone = pairs.reshape(rows[0], pairs.shape[1] * pairs.shape[2])
         prints = [fingerprints(values) for values, _ in parts]
         key = _DEFAULT_KEY if self.hash_key is None else self.hash_key
-        buckets = _crossed(prints, key) % np.uint64(self.hash_bucket_size)
+        buckets = _cross(prints, key) % np.uint64(self.hash_bucket_size)
         return np.where(is_gone, -1, buckets.astype("int32")).astype("int32")
 
     def _leaf(

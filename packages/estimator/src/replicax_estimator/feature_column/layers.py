@@ -17,15 +17,15 @@ from replicax_estimator.feature_column.column import (
     Columns,
     DenseColumn,
     RawFeatures,
-    arrays_for,
     as_columns,
-    prepared,
+    transform_on_host,
+    transform_traced,
     variable_name,
 )
 from replicax_estimator.feature_column.dense import (
     COMBINERS,
     EmbeddingColumn,
-    combined,
+    combine,
     valid_ids,
 )
 
@@ -54,7 +54,7 @@ class _ColumnsLayer(keras.layers.Layer):
         self, features: RawFeatures, *args: object, **kwargs: Any
     ) -> jax.Array:
         """Call the layer with raw features, or with a result of `features_of`."""
-        ready = prepared(self._columns, features, type(self).__name__)
+        ready = transform_on_host(self._columns, features, type(self).__name__)
         return super().__call__(ready, *args, **kwargs)
 
     def build(self, input_shape: object = None) -> None:
@@ -88,9 +88,9 @@ class _ColumnsLayer(keras.layers.Layer):
         self.built = True
 
     def _arrays(self, features: Arrays) -> dict[str, jax.Array]:
-        return arrays_for(self._columns, features, type(self).__name__)
+        return transform_traced(self._columns, features, type(self).__name__)
 
-    def _flat(self, column: DenseColumn, arrays: Arrays) -> jax.Array:
+    def _flatten(self, column: DenseColumn, arrays: Arrays) -> jax.Array:
         table = None
         if isinstance(column, EmbeddingColumn):
             table = self._tables[column.table_name]
@@ -142,7 +142,7 @@ class DenseFeatures(_ColumnsLayer):
     def call(self, features: Arrays) -> jax.Array:
         """See the class."""
         arrays = self._arrays(features)
-        parts = [self._flat(column, arrays) for column in self._dense]
+        parts = [self._flatten(column, arrays) for column in self._dense]
         return jnp.concatenate(parts, axis=1).astype(self.compute_dtype)
 
 
@@ -181,7 +181,7 @@ class LinearModel(_ColumnsLayer):
     Args:
         feature_columns: Dense or categorical columns with different names.
         units: Size of the result.
-        sparse_combiner: How the weights of a row's ids are combined: `"sum"`,
+        sparse_combiner: How the weights of a row's ids are combine: `"sum"`,
             `"mean"` or `"sqrtn"`.
         trainable: Whether to train the weights.
         name: The layer's name.
@@ -251,8 +251,8 @@ class LinearModel(_ColumnsLayer):
         if isinstance(column, CategoricalColumn):
             ids, factors = column.ids(arrays)
             rows = weights[valid_ids(ids)]
-            return combined(rows, ids, factors, self.sparse_combiner)
-        return self._flat(_require_dense(column), arrays) @ weights
+            return combine(rows, ids, factors, self.sparse_combiner)
+        return self._flatten(_require_dense(column), arrays) @ weights
 
 
 def input_layer(
