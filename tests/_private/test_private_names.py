@@ -132,7 +132,6 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_is_excluded_from_weight_decay": [optimizer],
     # Its trainer, and the data of one call.
     "_initial_epoch": [model],
-    "_loss_tracker": [model],
     "_compile_loss": [model],
     "_flat_losses": [lambda: model()._compile_loss],
     "_compile_metrics": [model],

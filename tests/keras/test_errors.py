@@ -276,17 +276,6 @@ def _distributed(strategy, data):
     return strategy.experimental_distribute_dataset(data, batch_size=16)
 
 
-def test_an_iterator_over_a_distributed_dataset(data, strategy_of):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        model = classifier()
-    iterator = iter(_distributed(strategy, data))
-    with pytest.raises(TypeError, match=r"fit: x is an iterator.*without iter\(\)"):
-        model.fit(iterator, verbose=0)
-    with pytest.raises(TypeError, match=r"evaluate: x is an iterator"):
-        model.evaluate(iterator, verbose=0)
-
-
 def test_batch_size_of_a_distributed_dataset(data, strategy_of, caplog):
     strategy = strategy_of(2)
     with strategy.scope():

@@ -220,50 +220,6 @@ def test_a_mean_of_scalars_counts_each_batch_once(base: Any, strategy_of: Any) -
     np.testing.assert_allclose(model.tracker.count, 2)
 
 
-@pytest.mark.parametrize("base", [Classifier, Taped])
-def test_a_metric_that_a_call_updates(
-    base: Any, strategy_of: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Keras' step drops its updates, a warning says so; one with a tape keeps them."""
-
-    class Watching(base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.watched = keras.metrics.Mean(name="watched")
-
-        def call(self, x: Any) -> Any:
-            self.watched.update_state(x)
-            return super().call(x)
-
-    with strategy_of(2).scope():
-        model = Watching()
-        model.compile("sgd", "sparse_categorical_crossentropy")
-    logs = model.train_on_batch(X[:4], Y[:4], return_dict=True)
-    is_dropped = base is Classifier
-    expected = 0.0 if is_dropped else X[:4].mean()
-    np.testing.assert_allclose(logs["watched"], expected, rtol=1e-5)
-    assert ("metric 'watched' is updated in the call" in caplog.text) == is_dropped
-
-
-def test_metrics_that_leave_out_the_loss_warn_nobody(
-    strategy_of: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Listing(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = keras.metrics.Mean(name="mean")
-
-        @property
-        def metrics(self) -> list[Any]:
-            return [self.mean]
-
-    with strategy_of(2).scope():
-        model = Listing()
-        model.compile("sgd", "sparse_categorical_crossentropy")
-    model.train_on_batch(X[:4], Y[:4])
-    assert caplog.text == ""
-
-
 class Siamese(keras.Model):
     """Takes three arrays, of which none is a label."""
 

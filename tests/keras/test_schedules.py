@@ -87,8 +87,3 @@ def test_in_a_compiled_and_saved_model(tmp_path):
 def test_numbers_out_of_range(arguments, message):
     with pytest.raises(ValueError, match=message):
         LinearScalingWarmup(*arguments)
-
-
-def test_after_must_be_a_schedule():
-    with pytest.raises(TypeError, match=r"after=0\.1, expected a keras"):
-        LinearScalingWarmup(0.1, 2, after=0.1)  # pyright: ignore[reportArgumentType]

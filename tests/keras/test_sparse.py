@@ -207,22 +207,6 @@ def test_sparse_predictions_are_refused(strategy_of):
         model.predict(sparse.BCOO.fromdense(X[:4]), verbose=0)
 
 
-def test_ragged_rows_are_named(strategy_of):
-    rows = np.array([np.ones(2), np.ones(3)], dtype=object)
-    with strategy_of(2).scope():
-        model = keras.Sequential([keras.Input((None,)), layers.Lambda(lambda x: x)])
-    with pytest.raises(TypeError, match=r"ragged.*ndarray.*keras\.utils\.pad_sequ"):
-        model.predict(((rows,) for _ in range(2)), verbose=0)
-
-
-def test_rows_that_differ_in_number_name_the_sparse_input(strategy_of):
-    with strategy_of(2).scope():
-        model = model_of()
-    model.train_on_batch(sparse.BCOO.fromdense(X[:8]), Y[:8])
-    with pytest.raises(ValueError, match=r"8 in \[0\] \(sparse\), 6 in \[1\]"):
-        model.train_on_batch(sparse.BCOO.fromdense(X[:8]), Y[:6])
-
-
 def test_gradients_that_are_sparse(strategy_of):
     """`optimizer.apply` takes them, as in plain Keras."""
     strategy = strategy_of(2)

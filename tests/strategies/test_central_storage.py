@@ -10,7 +10,16 @@ import keras
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from keras import layers, ops
+from keras import layers
+from tests.strategies.parity import assert_same as assert_same_state
+from tests.strategies.parity import (
+    batches,
+    compiled,
+    data,
+    functional_step,
+    network,
+    state,
+)
 
 import replicax as rx
 
@@ -109,151 +118,21 @@ def test_without_a_cpu_device_one_must_be_named(
 # Loops.
 
 
-class Loop:
-    """A model of the digits with its optimizer, metrics and step."""
-
-    def __init__(
-        self,
-        strategy: rx.Strategy,
-        optimizer: Callable[[], Any] = keras.optimizers.Adam,
-        gradients: str = "tape",
-        width: int = 16,
-        built: bool = False,
-    ) -> None:
-        self.strategy, self.gradients = strategy, gradients
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            self.model = keras.Sequential(
-                [
-                    # A bias here would have rounding alone for its gradient.
-                    layers.Dense(width, use_bias=False),
-                    layers.BatchNormalization(),
-                    layers.Dropout(0.2),
-                    layers.Dense(10),
-                ]
-            )
-            if built:  # Else by the first step.
-                self.model.build((None, 64))
-            self.optimizer = optimizer()
-            self.loss = keras.losses.SparseCategoricalCrossentropy(
-                from_logits=True, reduction=None
-            )
-            self.accuracy = keras.metrics.SparseCategoricalAccuracy()
-
-    def forward(self, x: Any, y: Any) -> Any:
-        logits = self.model(x, training=True)
-        self.accuracy.update_state(y, logits)
-        return rx.compute_average_loss(self.loss(y, logits))
-
-    def step(self, x: Any, y: Any) -> Any:
-        variables = self.model.trainable_variables
-        if self.gradients == "tape":
-            with rx.GradientTape() as tape:
-                loss = self.forward(x, y)
-            variables = self.model.trainable_variables
-            grads = tape.gradient(loss, variables)
-        else:
-            loss, grads = rx.value_and_grad(lambda: self.forward(x, y), variables)()
-        self.optimizer.apply_gradients(zip(grads, variables, strict=True))
-        return loss
-
-    def train(self, data: Any, num_steps: int) -> list[float]:
-        batches = self.strategy.experimental_distribute_dataset(
-            tuple(a[: num_steps * 24] for a in data), batch_size=24
-        )
-        return [
-            float(self.strategy.reduce("sum", self.strategy.run(self.step, batch)))
-            for batch in batches
-        ]
-
-    def state(self) -> list[np.ndarray]:
-        return values(
-            *self.model.variables, *self.optimizer.variables, *self.accuracy.variables
-        )
-
-
-@pytest.mark.slow(but=["one", "inside"])
-@pytest.mark.parametrize("place", PLACES)
-def test_loop_with_a_tape(digits: Any, place: str) -> None:
-    oracle, loop = (Loop(strategy) for strategy in both(place))
-    expected = oracle.train(digits, 6)
-    np.testing.assert_allclose(loop.train(digits, 6), expected, rtol=1e-5)
-    assert_same(loop.state(), oracle.state())
-    assert loop.optimizer.iterations == 6
-    loop.strategy.check_replicas()
-
-
-class Adversaries:
-    """A generator and a discriminator of digits, trained in one step."""
-
-    def __init__(self, strategy: rx.Strategy) -> None:
-        keras.utils.set_random_seed(4)
-        self.strategy = strategy
-        with strategy.scope():
-            self.make = keras.Sequential([keras.Input((8,)), layers.Dense(64)])
-            self.judge = keras.Sequential([keras.Input((64,)), layers.Dense(1)])
-            self.make_optimizer = keras.optimizers.Adam(1e-2)
-            self.judge_optimizer = keras.optimizers.SGD(1e-2, 0.9)
-            self.noise = keras.random.SeedGenerator(1)
-
-    def losses(self, x: Any) -> tuple[Any, Any]:
-        made = self.make(keras.random.normal((len(x), 8), seed=self.noise))
-        real, fake = self.judge(x), self.judge(made)
-        fooled = rx.compute_average_loss(ops.softplus(-fake)[:, 0])
-        missed = rx.compute_average_loss(ops.softplus(-real)[:, 0])
-        return fooled, missed + rx.compute_average_loss(ops.softplus(fake)[:, 0])
-
-    def step(self, x: Any) -> Any:
-        with rx.GradientTape(persistent=True) as tape:
-            make_loss, judge_loss = self.losses(x)
-        makers, judges = self.make.trainable_variables, self.judge.trainable_variables
-        make_grads = tape.gradient(make_loss, makers)
-        judge_grads = tape.gradient(judge_loss, judges)
-        self.judge_optimizer.apply(judge_grads, judges)
-        self.make_optimizer.apply(make_grads, makers)
-        return make_loss, judge_loss
-
-    def alternating_step(self, x: Any) -> Any:
-        """The judge's update comes before the maker's loss."""
-        for index, model, optimizer in (
-            (1, self.judge, self.judge_optimizer),
-            (0, self.make, self.make_optimizer),
-        ):
-            with rx.GradientTape() as tape:
-                loss = self.losses(x)[index]
-            grads = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply(grads, model.trainable_variables)
-
-
-def test_two_optimizers_in_one_step(digits: Any) -> None:
-    x = digits[0][:32].reshape(2, 16, 64)
-    outcomes = []
-    for strategy in both("outside"):
-        gan = Adversaries(strategy)
-        for batch in x:
-            (per_replica,) = strategy.experimental_distribute_dataset(
-                batch, batch_size=16
-            )
-            losses = strategy.reduce("sum", strategy.run(gan.step, (per_replica,)))
-        variables = [
-            *gan.make.variables,
-            *gan.judge.variables,
-            *gan.make_optimizer.variables,
-            *gan.judge_optimizer.variables,
-        ]
-        outcomes.append([*losses, *values(*variables)])
-    assert_same(*outcomes)
-
-
-def test_a_model_cannot_be_used_after_its_update(digits: Any) -> None:
-    gan = Adversaries(central())
-    before = values(*gan.judge.variables)
-    with pytest.raises(
-        rx.ContextError,
-        match=r"variable 'sequential.*' is used after optimizer\.apply in the same",
-    ):
-        gan.strategy.run(gan.alternating_step, (digits[0][:8],))
-    assert_same(values(*gan.judge.variables), before)
+def train(
+    strategy: rx.Strategy,
+    num_steps: int,
+    width: int = 16,
+    optimizer: Callable[[], Any] = keras.optimizers.Adam,
+) -> tuple[Any, Any]:
+    """A model and its optimizer after some steps on one batch."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        pair = network(layers.Dense(width, "relu")), optimizer()
+    step = functional_step(*pair)
+    (batch,) = batches(strategy, 1)
+    for _ in range(num_steps):
+        strategy.run(step, batch)
+    return pair
 
 
 # Steps that do not go.
@@ -452,36 +331,25 @@ def memory_after(strategy: rx.Strategy, train: Callable[[rx.Strategy], Any]) -> 
     return [(after[d] - before[d]) / weights for d in range(8)]
 
 
-def in_the_middle_of_a_loop(digits: Any) -> Callable[[rx.Strategy], Any]:
-    def train(strategy: rx.Strategy) -> Any:
-        loop = Loop(strategy, width=1024)
-        for x, y in strategy.experimental_distribute_dataset(digits, batch_size=24):
-            strategy.run(loop.step, (x, y))
-            if int(loop.optimizer.iterations) == 3:
-                break
-        return loop.model, loop.optimizer
-
-    return train
-
-
-def after_fit(digits: Any) -> Callable[[rx.Strategy], Any]:
-    def train(strategy: rx.Strategy) -> Any:
-        with strategy.scope():
-            model: Any = Loop(strategy, width=1024).model
-            model.compile("adam", "sparse_categorical_crossentropy")
-        model.fit(*(a[:96] for a in digits), batch_size=24, verbose=0)
-        return model, model.optimizer
-
-    return train
+def after_fit(strategy: rx.Strategy) -> Any:
+    with strategy.scope():
+        model = compiled(network(layers.Dense(1024)))
+    model.fit(*data(), batch_size=24, verbose=0)
+    return model, model.optimizer
 
 
 @pytest.mark.parametrize(
-    "train", [in_the_middle_of_a_loop, pytest.param(after_fit, marks=pytest.mark.slow)]
+    "train",
+    [
+        lambda strategy: train(strategy, 3, width=1024),
+        pytest.param(after_fit, marks=pytest.mark.slow),
+    ],
+    ids=["loop", "fit"],
 )
-def test_state_is_there_once(digits: Any, train: Any) -> None:
+def test_state_is_there_once(train: Any) -> None:
     """Weights and Adam's two slots: 3 times the weights, 0.1 for all the rest."""
-    mirrored, outside = (memory_after(s, train(digits)) for s in both("outside"))
-    inside = memory_after(central("inside"), train(digits))
+    mirrored, outside = (memory_after(s, train) for s in both("outside"))
+    inside = memory_after(central("inside"), train)
     assert mirrored == pytest.approx([3, 3, 0, 0, 0, 0, 0, 0], abs=0.1)
     assert outside == pytest.approx([0, 0, 0, 0, 0, 3, 0, 0], abs=0.1)
     assert inside == pytest.approx([3, 0, 0, 0, 0, 0, 0, 0], abs=0.1)
@@ -519,13 +387,13 @@ def test_only_what_changed_is_copied(digits: Any, copied: list[int]) -> None:
     assert copied[1:] == pytest.approx([trained] * 3, abs=100)
 
 
-def test_evaluation_copies_once(digits: Any, copied: list[int]) -> None:
-    loop = Loop(central())
-    loop.train(digits, 1)
+def test_evaluation_copies_once(copied: list[int]) -> None:
+    strategy = central()
+    model, _ = train(strategy, 1)
     copied.clear()
-    test = lambda x: loop.model(x)  # noqa: E731
+    test = lambda x: model(x)  # noqa: E731
     for _ in range(3):
-        loop.strategy.run(test, (digits[0][:4],))
+        strategy.run(test, (data(4)[0],))
     assert [bool(size) for size in copied].count(True) == 1
 
 
@@ -546,40 +414,11 @@ def test_the_host_is_two_steps_ahead_at_most() -> None:
     assert not w.value.is_ready()
 
 
-# Checkpoints.
-
-
-def test_checkpoints_go_to_mirrored_variables_and_back(
-    digits: Any, tmp_path: Any
-) -> None:
-    here, there = (Loop(strategy) for strategy in reversed(both("outside")))
-    there.train(digits, 1)
-    here.train(digits, 2)
-    for old, new in ((here, there), (there, here)):
-        path = rx.Checkpoint(model=old.model, optimizer=old.optimizer).save(
-            tmp_path / "ckpt"
-        )
-        checkpoint = rx.Checkpoint(model=new.model, optimizer=new.optimizer)
-        checkpoint.restore(path).assert_consumed()
-        for each in (old, new):
-            each.accuracy.reset_state()
-        np.testing.assert_allclose(
-            new.train(digits, 2), old.train(digits, 2), rtol=1e-5
-        )
-        assert_same(new.state(), old.state())
-        old.train(digits, 1)
-
-
 @pytest.mark.slow
-def test_many_steps_without_waiting(digits: Any) -> None:
+def test_many_steps_without_waiting() -> None:
     """Copies, steps and updates overlap; memory that they share is not mixed up."""
-    oracle, loop = (
-        Loop(s, lambda: keras.optimizers.SGD(0.01, 0.9)) for s in both("inside")
+    expected, actual = (
+        state(*train(s, 1000, optimizer=lambda: keras.optimizers.SGD(0.01, 0.9)))
+        for s in both("inside")
     )
-    for each in (oracle, loop):
-        data = each.strategy.experimental_distribute_dataset(digits, batch_size=24)
-        batch = next(iter(data))
-        for _ in range(1000):
-            each.strategy.run(each.step, batch)
-    for a, e in zip(loop.state(), oracle.state(), strict=True):
-        np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4)
+    assert_same_state(actual, expected, rtol=1e-3, atol=1e-4)

@@ -72,31 +72,6 @@ def test_train_steps_cannot_compute_with_new_values(data: Any, change: Any) -> N
         model.fit(*data, verbose=0)
 
 
-def test_model_files(data: Any, tmp_path: Any) -> None:
-    """Saved under one strategy, loaded under another or none, trained on."""
-    path = tmp_path / "model.keras"
-    with rx.CentralStorageStrategy(COMPUTE, "cpu:5").scope():
-        model = classifier("adam")
-    fitted(model, data, epochs=1)
-    model.save(path)
-    results = []
-    for strategy in (
-        rx.CentralStorageStrategy(COMPUTE, "cpu:0"),
-        rx.MirroredStrategy(COMPUTE),
-    ):
-        with strategy.scope():
-            loaded: Any = keras.models.load_model(path)
-        for a, b in zip(state(loaded), state(model), strict=True):
-            np.testing.assert_array_equal(a, b)
-        fitted(loaded, data, epochs=1)
-        results.append(state(loaded))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(
-        keras.models.load_model(path).get_weights()[0], model.get_weights()[0]
-    )
-
-
 def test_train_steps_cannot_give_values_of_their_own(data: Any) -> None:
     """The update is made on the stored values: others would be lost in silence."""
 

@@ -1,11 +1,9 @@
 """Weights in blocks give what whole weights give."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import pytest
 from keras import layers, optimizers
@@ -24,7 +22,6 @@ from tests.strategies.parity import (
     functional_step,
     looped,
     network,
-    state,
     tape_step,
 )
 
@@ -40,37 +37,8 @@ def mirrored(num: int = 2, **options: Any) -> rx.MirroredStrategy:
     return rx.MirroredStrategy([f"cpu:{i}" for i in range(num)], **options)
 
 
-LAYERS: dict[str, Any] = {
-    "dense": lambda: [
-        layers.Dense(NUM_UNITS, use_bias=False),
-        layers.BatchNormalization(),
-        layers.Activation("relu"),
-        layers.Dropout(0.3),
-    ],
-    "frozen": lambda: [
-        layers.Dense(NUM_UNITS, trainable=False, name="frozen"),
-        layers.Dense(NUM_UNITS, activation="relu"),
-    ],
-}
-
-
-@functools.cache
-def both(name: str) -> Any:
-    """A kind of model after `fit`, sharded and mirrored, with its results."""
-    # Two whole batches, and one of 9 which goes to one of the replicas.
-    xy = data(2 * BATCH_SIZE + 9 * (name == "dense"))
-
-    def make() -> Any:
-        optimizer = optimizers.SGD(0.1, 0.9, global_clipnorm=0.5)
-        if name == "dense":
-            optimizer = optimizers.Adam(0.01)
-        return compiled(network(*LAYERS[name]()), optimizer, metrics=["accuracy"])
-
-    return fitted(fully_sharded(), make, xy), fitted(mirrored(), make, xy)
-
-
 def test_each_device_holds_a_part() -> None:
-    (model, _), _ = both("dense")
+    model, _ = fitted(fully_sharded(), lambda: compiled(network()))
     kernel = model.layers[0].kernel
     slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
     assert len(slots) == 2
@@ -80,17 +48,6 @@ def test_each_device_holds_a_part() -> None:
             assert bytes_on([variable], device) == kernel.shape[0] * NUM_UNITS * 2
     small = model.layers[-1].kernel
     assert blocks_of(small) == [(NUM_UNITS, 10)] * 2
-
-
-@pytest.mark.slow
-def test_frozen_weights_are_in_blocks_and_do_not_change() -> None:
-    (model, _), _ = both("frozen")
-    frozen = model.get_layer("frozen").kernel
-    assert blocks_of(frozen) == [(NUM_FEATURES // 2, NUM_UNITS)] * 2
-    with fully_sharded().scope():
-        keras.utils.set_random_seed(1)
-        before = network(*LAYERS["frozen"]()).layers[0].kernel
-    np.testing.assert_array_equal(frozen, before)
 
 
 def test_weights_are_whole_where_a_step_uses_them() -> None:
@@ -125,31 +82,6 @@ def test_different_values_are_refused() -> None:
         strategy.run(step)
 
 
-@pytest.mark.parametrize(
-    "written_by", ["blocks", pytest.param("whole", marks=pytest.mark.slow)]
-)
-def test_files_fit_both(written_by: str, tmp_path: Any) -> None:
-    kinds = {"blocks": fully_sharded, "whole": mirrored}
-    model, _ = fitted(kinds[written_by](), lambda: compiled(network()))
-    path = rx.Checkpoint(model=model).write(tmp_path / "checkpoint")
-    model.save(tmp_path / "model.keras")
-    more = data(seed=1)
-    options: Any = {"batch_size": BATCH_SIZE, "verbose": 0, "shuffle": False}
-    model.fit(*more, **options)
-    expected = state(model)
-
-    strategy = kinds["whole" if written_by == "blocks" else "blocks"]()
-    with strategy.scope():
-        restored = compiled(network())
-        saved = keras.models.load_model(tmp_path / "model.keras")
-    rx.Checkpoint(model=restored).restore(path).assert_consumed()
-    for model in (restored, saved):
-        model.fit(*more, **options)
-        assert_same(state(model), expected)
-        first = NUM_FEATURES if written_by == "blocks" else NUM_FEATURES // 2
-        assert blocks_of(model.layers[0].kernel)[0] == (first, NUM_UNITS)
-
-
 def test_weights_outside() -> None:
     """What Keras does with weights outside of steps works on blocks."""
     strategy = fully_sharded()
@@ -161,14 +93,6 @@ def test_weights_outside() -> None:
     assert blocks_of(kernel) == [(NUM_FEATURES // 2, NUM_UNITS)] * 2
     assert model.count_params() == sum(w.size for w in weights)
     strategy.check_replicas()
-
-
-@pytest.mark.slow
-def test_one_device_is_plain() -> None:
-    def make() -> Any:
-        return optimizers.Adam(0.01)
-
-    assert_same(looped(fully_sharded(1), make), looped(mirrored(1), make))
 
 
 @pytest.mark.parametrize("how", ["run", "fit"])

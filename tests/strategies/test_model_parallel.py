@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from keras import layers, optimizers
+from keras import layers
 from tests.strategies.parity import (
     BATCH_SIZE,
     NUM_FEATURES,
@@ -20,7 +20,6 @@ from tests.strategies.parity import (
     data,
     fitted,
     network,
-    state,
 )
 
 import replicax as rx
@@ -147,46 +146,6 @@ def test_heads() -> None:
     assert blocks_of(layer.output_dense.kernel) == [(2, 8, 8)] * 4
 
 
-@pytest.mark.slow
-def test_convolutions_and_statistics() -> None:
-    def make() -> Any:
-        model = network(
-            layers.Reshape((4, 4, 3)),
-            layers.Conv2D(64, 3, padding="same", use_bias=False),
-            layers.BatchNormalization(),
-            layers.Activation("relu"),
-            layers.GlobalAveragePooling2D(),
-        )
-        return compiled(model, optimizers.SGD(0.1))
-
-    model = same_as_mirrored(parallel(), make, BATCH_SIZE)
-    assert blocks_of(model.layers[1].kernel) == [(3, 3, 3, 32)] * 4
-
-
-@pytest.mark.slow
-def test_embedding_and_recurrent_layer() -> None:
-    x = np.random.default_rng(0).integers(0, 100, (BATCH_SIZE, 5)).astype("int32")
-    y = x[:, 0] % 10
-
-    def make() -> Any:
-        return compiled(
-            keras.Sequential(
-                [
-                    keras.Input((5,), dtype="int32"),
-                    layers.Embedding(100, 16),
-                    layers.GRU(16),
-                    layers.Dense(10),
-                ]
-            ),
-            optimizers.SGD(0.5),
-        )
-
-    model, actual = fitted(parallel(rx.layout_maps.EMBEDDING), make, (x, y))
-    _, expected = fitted(mirrored(2), make, (x, y))
-    assert_same(actual, expected, rtol=1e-4, atol=1e-5)
-    assert blocks_of(model.layers[0].embeddings) == [(100, 8)] * 4
-
-
 def test_replica_context_sees_replicas_only() -> None:
     strategy = parallel(num=2)
     assert strategy.num_replicas_in_sync == 2
@@ -231,27 +190,6 @@ def test_check_replicas() -> None:
     )
     with pytest.raises(rx.DivergenceError, match=r"first/kernel' on replicas \[1\]"):
         strategy.check_replicas()
-
-
-@pytest.mark.parametrize(
-    "written_by", ["parts", pytest.param("whole", marks=pytest.mark.slow)]
-)
-def test_files_fit_both(written_by: str, tmp_path: Any) -> None:
-    kinds = {"parts": lambda: parallel(MAP, 2), "whole": mirrored}
-    model, _ = fitted(kinds[written_by](), dense, data(BATCH_SIZE))
-    path = rx.Checkpoint(model=model).write(tmp_path / "checkpoint")
-    model.save(tmp_path / "model.keras")
-    expected = state(model)
-    other = kinds["whole" if written_by == "parts" else "parts"]()
-    with other.scope():
-        restored = dense()
-        loaded = keras.models.load_model(tmp_path / "model.keras")
-    rx.Checkpoint(model=restored).restore(path).assert_consumed()
-    assert_same(state(restored), expected, rtol=0, atol=0)
-    assert_same(loaded.get_weights(), model.get_weights(), rtol=0, atol=0)
-    columns = 64 if written_by == "parts" else 32
-    for model in (restored, loaded):
-        assert blocks_of(model.layers[0].kernel)[0] == (NUM_FEATURES, columns)
 
 
 def test_products_are_computed_in_parts() -> None:
@@ -314,15 +252,3 @@ def test_maps_that_do_not_fit() -> None:
         pytest.raises(ValueError, match="matches several expressions"),
     ):
         layers.Dense(6).build((None, 4))
-
-
-def test_a_map_that_matches_nothing_is_said_once(caplog: Any) -> None:
-    strategy = rx.ModelParallelStrategy({"no/such/path": (None, "model")}, 2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-        model.compile("sgd", "mse")
-    x = np.ones((8, 4), "float32")
-    model.fit(x, x[:, :2], verbose=0)
-    model.evaluate(x, x[:, :2], verbose=0)
-    (record,) = [r for r in caplog.records if "layout_map" in r.getMessage()]
-    assert "sequential" in record.getMessage()

@@ -66,6 +66,10 @@ STRATEGIES: dict[str, tuple[int, Callable[[], rx.Strategy]]] = {
     "4 on each of 2": (8, lambda: mirrored(2, replicas_per_device=4)),
     "8 on one": (8, lambda: mirrored(1, replicas_per_device=8)),
     "one worker": (8, rx.MultiWorkerMirroredStrategy),
+    "hierarchical": (
+        4,
+        lambda: mirrored(4, cross_device_ops=rx.HierarchicalCopyAllReduce(2)),
+    ),
 }
 """The number of replicas, and the strategy."""
 
@@ -312,6 +316,35 @@ def built_in_the_loop(strategy: rx.Strategy) -> Any:
     return state(model, optimizer)
 
 
+def two_optimizers(strategy: rx.Strategy) -> Any:
+    """The generator and the critic of a GAN, trained in one step."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        generator = keras.Sequential([layers.Dense(8, "relu"), layers.Dense(3)])
+        critic = keras.Sequential([layers.Dense(8, "relu"), layers.Dense(1)])
+        g_optimizer, c_optimizer = optimizers.Adam(0.01), optimizers.SGD(0.1, 0.9)
+
+    def step(noise: Any, real: Any) -> None:
+        with rx.GradientTape() as g_tape, rx.GradientTape() as c_tape:
+            fake = generator(noise)
+            on_fake, on_real = critic(fake), critic(real)
+            g_loss = rx.compute_average_loss(ops.softplus(-on_fake[:, 0]))
+            c_loss = rx.compute_average_loss(
+                ops.softplus(on_fake[:, 0]) + ops.softplus(-on_real[:, 0])
+            )
+        g_weights, c_weights = generator.trainable_weights, critic.trainable_weights
+        g_grads = g_tape.gradient(g_loss, g_weights)
+        c_grads = c_tape.gradient(c_loss, c_weights)
+        g_optimizer.apply(g_grads, g_weights)
+        c_optimizer.apply(c_grads, c_weights)
+
+    rng = np.random.default_rng(0)
+    xy = [rng.normal(size=(24, n)).astype("float32") for n in (4, 3)]
+    for batch in strategy.experimental_distribute_dataset(tuple(xy), batch_size=8):
+        strategy.run(step, batch)
+    return state(generator, g_optimizer), state(critic, c_optimizer)
+
+
 def fit_of(make: Callable[[], Any], xy: Callable[[], Any] = data) -> Case:
     return lambda strategy: fitted(strategy, make, xy(), epochs=2)[1]
 
@@ -347,6 +380,7 @@ SAME_ON_ONE: dict[str, Case] = {
     "distributed dataset": distributed_dataset,
     "loop, metrics": loop_with_metrics,
     "loop, built in it": built_in_the_loop,
+    "loop, two optimizers": two_optimizers,
     "loop, tape": loop_of(adam, tape_step),
     "loop, function": loop_of(adam, functional_step),
     "loop, own apply": loop_of(OPTIMIZERS["own apply, clipped"], tape_step),
@@ -376,14 +410,21 @@ IN_EACH_RUN = {
     "every entry point": ["fully sharded", "central, on a replica", "4 on each of 2"],
     "several steps": ["model parallel", "4 on each of 2"],
     "distributed dataset": ["one worker", "shard_update"],
-    "loop, metrics": ["shard_update", "fully sharded", "central, elsewhere"],
+    "loop, metrics": [
+        "shard_update",
+        "fully sharded",
+        "central, elsewhere",
+        "8 on one",
+        "hierarchical",
+    ],
     "loop, built in it": ["central, elsewhere"],
+    "loop, two optimizers": ["shard_update", "central, elsewhere"],
     "loop, tape": ["model parallel", "fully sharded", "4 on each of 2"],
     "loop, function": ["central, on a replica"],
     "step, tape": ["shard_update", "central, elsewhere"],
     "step, stateless": ["central, on a replica"],
     "optimizer, clipped, averaged": ["central, on a replica", "shard_update"],
-    "optimizer, scaled": ["central, on a replica"],
+    "optimizer, scaled": ["central, on a replica", "shard_update"],
     "optimizer, own apply, lookahead": ["fully sharded", "central, elsewhere"],
     "optimizer, own apply, halved": ["shard_update"],
 }
@@ -392,6 +433,7 @@ IN_EACH_RUN = {
 ON_ONE_IN_EACH_RUN = {
     "loop, metrics",
     "loop, tape",
+    "loop, two optimizers",
     "distributed dataset",
     "optimizer, clipnorm",
     "optimizer, clipvalue",

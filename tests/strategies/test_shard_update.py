@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from keras import optimizers
 from tests.strategies.parity import (
-    BATCH_SIZE,
     NUM_FEATURES,
     NUM_STEPS,
     NUM_UNITS,
@@ -22,13 +21,11 @@ from tests.strategies.parity import (
     blocks_of,
     bytes_on,
     compiled,
-    data,
     example_loss,
     fitted,
     functional_step,
     looped,
     network,
-    state,
 )
 
 import replicax as rx
@@ -150,90 +147,10 @@ def test_updates(name: str) -> None:
     assert_same(actual, updated(shard_update=False)[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num", [2, 4, 8])
-@pytest.mark.parametrize("name", ALL)
-def test_loops(name: str, num: int) -> None:
-    make = ALL[name]
-    assert_same(looped(sharded(num), make), looped(mirrored(num), make))
-
-
 def test_accumulated_updates_with_virtual_replicas() -> None:
     make = of_kind("Adam", OPTIONS["accumulation"])
     several = sharded(2, replicas_per_device=2)
     assert_same(looped(several, make), looped(mirrored(4), make))
-
-
-def test_overflow_changes_no_weight() -> None:
-    make = OPTIMIZERS["Loss scale"]
-
-    def step_with(model: Any, optimizer: Any) -> Callable[..., Any]:
-        def step(x: Any, y: Any, factor: Any) -> None:
-            _, grads = rx.value_and_grad(
-                lambda: optimizer.scale_loss(example_loss(model, x, y)) * factor,
-                model.trainable_variables,
-            )()
-            optimizer.apply(grads, model.trainable_variables)
-
-        return step
-
-    def work(strategy: Any) -> list[Any]:
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model, optimizer = network(), make()
-            optimizer.build(model.trainable_variables)
-        step = step_with(model, optimizer)
-        # Only one replica of four overflows.
-        factors = [
-            np.array([1, 1, 1, 1], "float32"),
-            np.array([1, 1, np.inf, 1], "float32"),
-            np.array([1, 1, 1, 1], "float32"),
-        ]
-        states = []
-        for (x, y), factor in zip(batches(strategy), factors, strict=True):
-            strategy.run(step, (x, y, rx.PerReplica(factor)))
-            states.append(state(model, optimizer))
-        return states
-
-    actual = work(sharded())
-    assert_same(actual, work(mirrored()))
-    before, after, last = actual
-    kernel = next(name for name in before if name.endswith(" kernel"))
-    scale = next(name for name in before if name.endswith(" dynamic_scale"))
-    np.testing.assert_array_equal(after[kernel], before[kernel])
-    assert after[scale] == before[scale] / 2
-    assert (last[kernel] != after[kernel]).any()
-
-
-def test_two_optimizers_on_disjoint_variables() -> None:
-    def work(strategy: Any) -> Any:
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            first, second = network(), network()
-            left, right = optimizers.Adam(0.01), optimizers.SGD(0.1, momentum=0.9)
-
-        def step(x: Any, y: Any) -> Any:
-            for model, optimizer, other in [
-                (first, left, second),
-                (second, right, first),
-            ]:
-
-                def loss(model: Any = model, other: Any = other) -> Any:
-                    # The second sees what the first has become.
-                    return example_loss(model, x, y) + jnp.mean(model(x) * other(x))
-
-                _, grads = rx.value_and_grad(loss, model.trainable_variables)()
-                optimizer.apply(grads, model.trainable_variables)
-            return jnp.sum(first.layers[0].kernel.value)  # Read after it was trained.
-
-        outputs = [strategy.run(step, batch) for batch in batches(strategy, 2)]
-        return [
-            state(first, left),
-            state(second, right),
-            jax.tree.map(np.asarray, outputs),
-        ]
-
-    assert_same(work(sharded(2)), work(mirrored(2)))
 
 
 def test_applied_twice_in_a_step(caplog: Any) -> None:
@@ -377,72 +294,6 @@ def compiled_texts(strategy: Any, model: Any) -> str:
     (batch,) = batches(strategy, 1)
     strategy.run(functional_step(model, model.optimizer), batch)
     return "\n".join(texts)
-
-
-@pytest.mark.parametrize(
-    "before", ["whole", pytest.param("parts", marks=pytest.mark.slow)]
-)
-def test_checkpoints_fit_both(before: str, tmp_path: Any) -> None:
-    kinds = {"whole": mirrored, "parts": sharded}
-    make = functools.partial(compiled, optimizer="adam")
-    model, _ = fitted(kinds[before](2), lambda: make(network()))
-    path = rx.Checkpoint(model=model).write(tmp_path / "checkpoint")
-    model.save(tmp_path / "model.keras")
-    model.save_weights(tmp_path / "own.weights.h5")
-    more = data(seed=1)
-    options: Any = {"batch_size": BATCH_SIZE, "verbose": 0, "shuffle": False}
-    model.fit(*more, **options)
-    expected = state(model)
-
-    for kind in kinds:
-        strategy = kinds[kind](2)
-        with strategy.scope():
-            restored = make(network())
-            saved = keras.models.load_model(tmp_path / "model.keras")
-        rx.Checkpoint(model=restored).restore(path).assert_consumed()
-        for model in (restored, saved):
-            model.fit(*more, **options)
-            assert_same(state(model), expected)
-            slot = model.optimizer.variables[2]
-            first = {"whole": NUM_FEATURES, "parts": NUM_FEATURES // 2}[kind]
-            assert blocks_of(slot) == [(first, NUM_UNITS)] * 2
-        with strategy.scope():
-            weights = network()
-        weights.load_weights(tmp_path / "own.weights.h5")
-        strategy.check_replicas()
-
-
-@pytest.mark.slow
-def test_back_up_and_restore(tmp_path: Any) -> None:
-    def make() -> Any:
-        return compiled(network(), "adam")
-
-    class Stop(Exception):
-        pass
-
-    def stop(epoch: int, logs: Any) -> None:
-        if epoch == 1:
-            raise Stop
-
-    strategy, xy = sharded(2), data()
-    _, expected = fitted(mirrored(2), make, xy, epochs=3)
-    backup = str(tmp_path / "backup")
-    with pytest.raises(Stop):
-        fitted(
-            strategy,
-            make,
-            xy,
-            epochs=3,
-            callbacks=[
-                rx.BackupAndRestore(backup),
-                keras.callbacks.LambdaCallback(on_epoch_begin=stop),
-            ],
-        )
-    _, actual = fitted(
-        sharded(2), make, xy, epochs=3, callbacks=[rx.BackupAndRestore(backup)]
-    )
-    del actual["history"], expected["history"]  # Of the epochs since.
-    assert_same(actual, expected)
 
 
 def test_check_replicas_finds_a_corrupted_weight() -> None:

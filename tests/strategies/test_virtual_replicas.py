@@ -9,10 +9,6 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from tests.strategies.parity import (
-    batches,
-    crossentropy,
-)
 
 import replicax as rx
 
@@ -119,27 +115,6 @@ def test_replica_context(devices: int, each: int) -> None:
 
 
 @pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
-def test_results_outside(devices: int, each: int) -> None:
-    strategy = strategy_of(devices, each)
-
-    def value(context: Any) -> np.ndarray:
-        return np.full((2, 3), context.replica_id_in_sync_group, "float32")
-
-    values = strategy.experimental_distribute_values_from_function(value)
-    doubled = strategy.run(lambda x: 2 * x, (values,))
-    local = strategy.experimental_local_results(doubled)
-    assert [float(x[0, 0]) for x in local] == [2.0 * i for i in range(NUM)]
-    assert all(x.shape == (2, 3) for x in local)
-    total = strategy.reduce("sum", doubled, axis=None)
-    np.testing.assert_array_equal(total, np.full((2, 3), 56.0))
-    np.testing.assert_array_equal(strategy.reduce("mean", doubled, axis=1), [7.0, 7.0])
-    assert strategy.gather(doubled, axis=0).shape == (16, 3)
-    np.testing.assert_array_equal(
-        strategy.gather(doubled, axis=1)[0], np.repeat(2.0 * np.arange(NUM), 3)
-    )
-
-
-@pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_distributed_datasets(devices: int, each: int, remainder: str) -> None:
     strategy = strategy_of(devices, each)
@@ -223,19 +198,6 @@ def test_inner_transformations() -> None:
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, expected
         )
-
-
-def test_losses_count_all_replicas() -> None:
-    strategy = strategy_of(2, 4)
-    loss = crossentropy()
-
-    def step(x: Any, y: Any) -> Any:
-        share = loss(y, jnp.zeros((y.shape[0], 10)))
-        return rx.get_replica_context().all_reduce("sum", share)
-
-    (batch,) = batches(strategy, 1)
-    values = np.asarray(strategy.run(step, batch).array)
-    np.testing.assert_allclose(values, np.full(NUM, np.log(10)), rtol=1e-6)
 
 
 def test_one_replica_each_is_the_default() -> None:

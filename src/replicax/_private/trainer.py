@@ -53,7 +53,6 @@ __all__ = [
     "replace_iterator",
     "replaced_losses",
     "stop_workers",
-    "tracks_loss",
     "train_validation_split",
     "with_dataset",
     "wraps_function",
@@ -222,11 +221,6 @@ def is_made_by_keras(function: Any) -> bool:
 def metrics_in_order(model: Any, logs: Any) -> Any:
     """Convert logs to the result of `evaluate`: one value, or a list of all."""
     return model._flatten_metrics_in_order(logs)
-
-
-def tracks_loss(model: Any, metric: Any) -> bool:
-    """Whether a metric is the model's own tracker of its loss."""
-    return metric is getattr(model, "_loss_tracker", None)
 
 
 def compiled_metrics(model: Any) -> list[Any]:

@@ -28,7 +28,6 @@ from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
 from replicax.input.distributed import DistributedInput
 from replicax.input.grain_datasets import is_grain_dataset, reshuffled
-from replicax.input.prefetch import DistributedIterator
 from replicax.input.sparse_rows import SparseRows, as_rows, is_sparse
 
 __all__ = [
@@ -264,12 +263,6 @@ def adapter_of(
     caller = caller or current_call()
     if x is None:
         raise ValueError(f"{caller}: x must be arrays or a dataset; got None.")
-    if isinstance(x, DistributedIterator):
-        raise TypeError(
-            f"{caller}: x is an iterator over a distributed dataset. "
-            "Pass the dataset, without iter(): each epoch is a new iteration over it. "
-            "rx.BackupAndRestore restores a position within an epoch."
-        )
     beside_x = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
     names = [name for name, value in beside_x.items() if value is not None]
     if isinstance(x, DistributedInput):

@@ -17,7 +17,6 @@ replicas.
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Generator, Iterable
 
 import keras
@@ -25,13 +24,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from keras import ops
 
-from replicax._private.keras import current_scope, replace_moments
-from replicax._private.trainer import tracks_loss
+from replicax._private.keras import replace_moments
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine.losses import declare_share, is_share
 from replicax.engine.replica import ReplicaContext
-from replicax.engine.scope import current_call, current_context, current_model
+from replicax.engine.scope import current_call, current_context
 from replicax.engine.whole_batch import require_per_example
 from replicax.keras.compiled import replaced_methods
 
@@ -41,8 +39,6 @@ __all__ = [
     "reduce_weighted_values",
     "update_mean",
 ]
-
-_logger = logging.getLogger("replicax")
 
 
 def reduce_weighted_values(
@@ -102,40 +98,12 @@ def update_mean(
     1 / k. A loss that is already divided by the global count (a share) is multiplied
     back first, so that the mean is the global loss.
     """
-    _warn_if_dropped(metric)
     if is_share(values):
         values = values * (context.num_counted / context.loss_scale)
     is_scalar = sample_weight is None and ops.ndim(values) == 0
     if is_scalar and context.model.batch is not None and context.num_counted > 1:
         sample_weight = 1 / context.num_counted
     original(metric, values, sample_weight)
-
-
-def _warn_if_dropped(metric: keras.metrics.Mean) -> None:
-    """Warn if Keras drops the update of a metric.
-
-    A step of `(state, data)` calls the model with the model's variables in a scope. It
-    keeps their updates, but not those of metrics. Keras' loss tracker is exempt: a
-    model that leaves it out of `metrics` drops its updates on purpose.
-    """
-    if tracks_loss(current_model(), metric):
-        return
-    scope = current_scope()
-    is_model_call = type(scope) is keras.StatelessScope and scope.state_mapping
-    if is_model_call and id(metric.total) not in scope.state_mapping:
-        _log_dropped(current_call(), metric.name)
-
-
-@functools.cache
-def _log_dropped(caller: str, name: str) -> None:
-    _logger.warning(
-        "%s: metric %r is updated in the call of a layer or model. Keras' steps for "
-        "JAX keep no such update, and the metric stays 0. Return what it needs from "
-        "the call and update it in compute_metrics, or give the model a "
-        "train_step(self, data) with rx.GradientTape, which keeps it.",
-        caller,
-        name,
-    )
 
 
 def init_batch_normalization(

@@ -27,7 +27,6 @@ class LinearScalingWarmup(LearningRateSchedule):
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If `after` is no schedule.
 
     Example:
         >>> rate = LinearScalingWarmup(0.1, num_replicas=2, warmup_steps=4)
@@ -52,12 +51,6 @@ class LinearScalingWarmup(LearningRateSchedule):
                 raise ValueError(
                     f"LinearScalingWarmup: got {name}={value!r}, expected >= {low}."
                 )
-        if not isinstance(after, LearningRateSchedule | None):
-            raise TypeError(
-                f"LinearScalingWarmup: got after={after!r}, expected a "
-                "keras.optimizers.schedules.LearningRateSchedule or None. A constant "
-                "rate after the warm-up is the default."
-            )
         self.learning_rate = learning_rate
         self.num_replicas = num_replicas
         self.warmup_steps = warmup_steps

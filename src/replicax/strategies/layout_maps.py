@@ -5,7 +5,6 @@ axis name or None for each dimension, as in `keras.distribution.LayoutMap`. The 
 the devices of one replica is `"model"`.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -21,7 +20,6 @@ __all__ = [
     "EMBEDDING",
     "TRANSFORMER",
     "largest_axis",
-    "matches_nothing",
     "rule",
 ]
 
@@ -78,46 +76,30 @@ def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
                 "none. Batches need no entry: every batch is sharded over the replicas."
             )
 
-    return _ByPath(axes, num_devices, caller)
-
-
-@dataclasses.dataclass(eq=False)
-class _ByPath:
-    """The rule of a layout map; it records whether any path has matched."""
-
-    axes: Mapping[str, tuple[str | None, ...]]
-    num_devices: int
-    caller: str
-    has_matched: bool = False
-
-    def __call__(self, path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        matching = [p for p in self.axes if p == path] or [
-            p for p in self.axes if re.fullmatch(p, path)
+    def by_path(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        matching = [p for p in axes if p == path] or [
+            p for p in axes if re.fullmatch(p, path)
         ]
         if len(matching) > 1:
             raise ValueError(
-                f"{self.caller}: {path!r} matches several expressions of layout_map, "
+                f"{caller}: {path!r} matches several expressions of layout_map, "
                 f"{matching}. Make them match one path only once."
             )
-        names = self.axes[matching[0]] if matching else ()
+        names = axes[matching[0]] if matching else ()
         # Optimizer state may have fewer dimensions than its weight.
         if not matching or len(names) != len(shape):
             return PartitionSpec()
         for dim, name in enumerate(names):
-            if name is not None and shape[dim] % self.num_devices:
+            if name is not None and shape[dim] % num_devices:
                 raise ValueError(
-                    f"{self.caller}: layout_map[{matching[0]!r}] shards dimension "
-                    f"{dim} of {path!r} {shape} over {self.num_devices} devices, "
+                    f"{caller}: layout_map[{matching[0]!r}] shards dimension "
+                    f"{dim} of {path!r} {shape} over {num_devices} devices, "
                     "which does not divide it. Choose another dimension or another "
                     "model_parallel."
                 )
-        self.has_matched = True
         return PartitionSpec(*names)
 
-
-def matches_nothing(rule: Rule) -> bool:
-    """Whether a rule is of a layout map that no weight's path has matched."""
-    return isinstance(rule, _ByPath) and not rule.has_matched
+    return by_path
 
 
 def largest_axis(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:

@@ -1,10 +1,6 @@
 """`ModelParallelStrategy`: each replica's weights are sharded over several devices."""
 
-import logging
 from collections.abc import Sequence
-
-import jax
-from jax.typing import ArrayLike
 
 from replicax._util.arguments import require_count
 from replicax.cluster.resolvers import ClusterResolver
@@ -13,14 +9,11 @@ from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
 from replicax.engine.layouts import ModelSplit
-from replicax.engine.program import Program
 from replicax.errors import DeviceError
 from replicax.strategies import layout_maps
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 __all__ = ["ModelParallelStrategy"]
-
-_logger = logging.getLogger("replicax")
 
 
 class ModelParallelStrategy(MultiWorkerMirroredStrategy):
@@ -96,7 +89,6 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
                 "pack would gather gradients that are sharded over a replica's "
                 "devices. Leave it to XLA."
             )
-        self._is_first = True
         self._layout_map = layout_map
         self._model_parallel = model_parallel
         self._given_devices = devices
@@ -119,19 +111,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
                 f"{' of a worker' if self._resolver.cluster_spec() else ''}. "
                 "Every replica needs the same number of them."
             )
-        self._rule = layout_maps.rule(self._layout_map, num, name)
         return ModelSplit(
-            num_devices=num, axis_name=layout_maps.MODEL_AXIS, spec=self._rule
+            num_devices=num,
+            axis_name=layout_maps.MODEL_AXIS,
+            spec=layout_maps.rule(self._layout_map, num, name),
         )
-
-    def _agree_on(
-        self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
-    ) -> None:
-        super()._agree_on(program, values, arrays)
-        if self._is_first and layout_maps.matches_nothing(self._rule):
-            _logger.warning(
-                "ModelParallelStrategy: no variable's path matches an expression of "
-                "layout_map, so every weight is whole on each device. The paths: %s.",
-                ", ".join(v.path for v in program.variables[:5]),
-            )
-        self._is_first = False
