@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 __all__ = ["restore", "write"]
 
 _READ_AT_ONCE = 4
-# TensorStore keeps written data in memory until the file is full, by default 2 GiB. It
-# reads in pieces of the same size, and glibc returns pieces above 32 MiB at once.
+# TensorStore keeps written data in memory until a file is full, by default 2 GiB, and
+# reads in pieces of the same size.
 _FILE_BYTES = 64 << 20
 
 
@@ -27,10 +27,8 @@ class _Arrays(ocp.type_handlers.NumpyHandler):
     It writes arrays without a copy, because nothing changes them during a save. It
     reads a few arrays at a time, because TensorStore keeps encoded arrays in memory.
 
-    After a failed write it waits for the other writes to end. Orbax raises at the first
-    failure and closes its event loop. TensorStore still writes the other arrays, into a
-    folder that is deleted meanwhile, and prints a traceback for each because the loop
-    is closed.
+    After a failed write, the handler waits for the other writes. Otherwise TensorStore
+    would write into a folder that is already deleted.
     """
 
     def __init__(self) -> None:
@@ -61,7 +59,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     Raises:
         Exception: Of various types, if the write fails.
     """
-    logging.getLogger("absl").addFilter(_is_not_of_a_thread)  # Once, however often.
+    logging.getLogger("absl").addFilter(_is_not_of_a_thread)  # Adds it only once.
     with _checkpointer() as checkpointer:
         checkpointer.save(
             folder.absolute(),
@@ -100,5 +98,5 @@ def _checkpointer() -> ocp.Checkpointer:
 
 
 def _is_not_of_a_thread(record: logging.LogRecord) -> bool:
-    # Orbax logs a traceback of 30 lines for each of its threads, and raises the error.
+    # Orbax raises the error; besides, it logs a traceback for each of its threads.
     return "_SignalingThread.run() raised" not in str(record.msg)

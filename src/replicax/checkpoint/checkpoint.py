@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import keras
 
@@ -39,9 +40,9 @@ _COUNTER = "save_counter"
 class Checkpoint:
     """Saves and restores objects by the names of its arguments.
 
-    (TF: `tf.train.Checkpoint`.) Numbers, strings and arrays are immutable: a restore
-    replaces them, so read them from the checkpoint, as in `checkpoint.step`. In a
-    cluster all workers make the same calls; worker 0 writes, all read.
+    (TF: `tf.train.Checkpoint`.) A restore replaces numbers, strings and arrays, rather
+    than changing them in place: read them from the checkpoint, as in `checkpoint.step`.
+    In a cluster all workers make the same calls; worker 0 writes, all read.
 
     Args:
         root: One object, saved under the name `root`, as in TF.
@@ -84,18 +85,15 @@ class Checkpoint:
             setattr(self, name, value)
         self._bind()
 
-    def __getattr__(self, name: str) -> PyTree:
-        # For type checkers; objects are attributes and are found without this method.
-        raise AttributeError(
-            f"Checkpoint: there is no {name!r}; it has "
-            f"{self.__dict__.get('_names', [])}."
-        )
+    if TYPE_CHECKING:  # Objects are attributes.
+
+        def __getattr__(self, name: str) -> PyTree: ...
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Save under `path` and an increasing number: `ckpt-1`, `ckpt-2`, ...
 
-        It returns after fsync; workers other than 0 do not wait for that.
-        `CheckpointManager` saves asynchronously.
+        Worker 0 returns after fsync; the others do not wait. `CheckpointManager` saves
+        asynchronously.
 
         Args:
             path: Folder and prefix of the name.
@@ -129,21 +127,20 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str] | None) -> "RestoreStatus":
         """Set the objects to their saved values, keeping their placement.
 
-        The status lists names that only the objects or only the checkpoint have.
         Models, layers and optimizers that are not built yet are restored when they are
-        built.
+        built. The status lists names that only the objects or only the checkpoint have.
 
         Args:
             path: The result of `save` or `write`. None restores nothing:
                 `latest_checkpoint` returns it before the first save.
 
         Returns:
-            A status with `assert_consumed()`, which raises if the path was None, and
-            `expect_partial()`.
+            A status with `assert_consumed()` and `expect_partial()`. If the path is
+            None, `assert_consumed()` raises.
 
         Raises:
             CheckpointError: If the checkpoint is damaged or missing, or if shapes or
-                dtypes differ; it lists all of them, and nothing is changed.
+                dtypes differ. The message lists all differences; nothing is restored.
         """
         if path is None:
             return RestoreStatus("None", missing=self._names).expect_partial()
@@ -152,9 +149,10 @@ class Checkpoint:
     read = restore
 
     def contents(self) -> Contents | None:
-        """Copy all values to the host for worker 0; None on other workers.
+        """Copy all values to the host on worker 0; return None on other workers.
 
-        In a cluster all workers call it: it gathers the states of their iterators.
+        In a cluster all workers must call this: it gathers the states of their
+        iterators and sharded arrays.
         """
         worker = workers.current()
         entries = self._entries()
@@ -199,7 +197,7 @@ class Checkpoint:
     def _apply_late(
         self, name: str, contents: Contents, path: str, status: "RestoreStatus"
     ) -> None:
-        """Restore an object that was not built at the call of `restore`."""
+        """Restore an object when it is built, after the call of `restore`."""
         if internals.current_scope() is None:
             _build_optimizers(self._objects())
         entries = self._bind()[name].entries
@@ -213,7 +211,7 @@ class Checkpoint:
     def _entries(self) -> list[Entry]:
         for value in self._objects().values():
             if isinstance(value, keras.Model):
-                value.jax_state_sync()  # During fit the loop holds the model's values.
+                value.jax_state_sync()  # During fit, the loop has the newest values.
         # Also done in `apply`: save and restore must find the same names.
         _build_optimizers(self._objects())
         return [entry for binding in self._bind().values() for entry in binding.entries]
@@ -250,7 +248,7 @@ def _set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
 
 
 def _worker_values(worker: Workers, entries: Iterable[Entry]) -> JSONObject:
-    """Collect the plain values; for iterators, a list of all workers' states."""
+    """Collect the plain values; for an iterator, the list of all workers' states."""
     values = {s.name: s.read() for s in entries if isinstance(s, ValueEntry)}
     own = {s.name for s in entries if isinstance(s, ValueEntry) and s.of_worker}
     if not own:
@@ -269,7 +267,7 @@ def _own_state(worker: Workers, entry: ValueEntry, saved: list[JSON]) -> JSON:
     raise CheckpointError(
         f"Checkpoint.restore: {len(saved)} workers saved {entry.name}, each with a "
         f"state of its own, and there are {worker.count} workers now. Restore with "
-        f"{len(saved)} workers, or leave it out of the checkpoint."
+        f"{len(saved)} workers, or leave the object out of the checkpoint."
     )
 
 

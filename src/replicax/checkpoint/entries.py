@@ -1,4 +1,7 @@
-"""Maps objects to the entries of a checkpoint: named arrays and values."""
+"""Maps objects to the entries of a checkpoint: named arrays and values.
+
+An entry has functions to read and to write a part of an object.
+"""
 
 import dataclasses
 import json
@@ -68,13 +71,11 @@ class ArrayEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ValueEntry:
-    """A number, a string, or the state of an object.
+    """A number, a string, or the state of an object, as JSON.
 
     Attributes:
         name: The value's name in the checkpoint.
         of_worker: Whether each worker has its own value, as for input iterators.
-        read: Returns the value, encoded as JSON.
-        write: Sets the value.
     """
 
     name: str
@@ -85,12 +86,11 @@ class ValueEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteEntries:
-    """The arrays of an object on servers, which alone know their number.
+    """The arrays of an object on servers; only the servers know their names.
 
     Attributes:
         name: Prefix of the arrays' names in the checkpoint, with a trailing slash.
         read: Returns the arrays by the rest of their names.
-        write: Sets the arrays.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Binding:
 
     Attributes:
         entries: The object's arrays and values.
-        value: Returns the restored object: itself, or a new tree of new arrays.
+        value: Returns the restored object: the same one, or a new tree of new leaves.
     """
 
     entries: list[Entry]
@@ -121,7 +121,7 @@ def bind(name: str, value: PyTree) -> Binding:
     number, a string, or a pytree of these.
 
     Raises:
-        TypeError: If a part of the object is none of these; it names the part.
+        TypeError: If a part of the object is of another type; the error names the part.
     """
     entries: list[Entry] = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
@@ -267,9 +267,9 @@ def to_host(
 ) -> dict[str, np.ndarray]:
     """Copy the entries' arrays to the host; the next step may donate the originals.
 
-    Mirrored arrays are read from one device, without communication. Arrays that are
-    sharded over processes are gathered, one at a time, so all processes call this for
-    the same entries, even without `wanted`.
+    Mirrored arrays are copied from one device, without communication. Arrays that are
+    sharded over processes are gathered, one at a time, so all processes must call this
+    for the same entries; processes without `wanted` get no copies.
     """
     spread, here = [], {}
     for entry in entries:
@@ -321,5 +321,5 @@ def _base_container(value: PyTree, what: str) -> JSON:
 
 
 def same_state(a: JSON, b: JSON) -> bool:
-    """Whether two encoded states are equal, where NaN equals NaN."""
+    """Whether two encoded states are equal; NaN equals NaN."""
     return json.dumps(a) == json.dumps(b)

@@ -1,4 +1,4 @@
-"""The state of a `fit`: of its model, its position in the data, and its callbacks."""
+"""The state of a `fit`: the model, the position in the data, and the callbacks."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -22,10 +22,8 @@ CallbackState = dict[str, PyTree]
 class FitState(Checkpoint):
     """The state from which `fit` resumes.
 
-    Args:
-        model: The compiled model.
-
     Attributes:
+        seeds: Keras' global seed generator, if there is one.
         progress: The position in the data and the state of the callbacks, as JSON.
         best_weights: The weights that callbacks keep, by the callback's index.
     """
@@ -44,13 +42,13 @@ class FitState(Checkpoint):
         )
 
     def contents(self) -> Contents | None:
-        """Return what is saved, with Keras' global seed generator if there is one."""
+        """Copy the state to the host, as in `Checkpoint.contents`."""
         generator = internals.shared_seed_generator(make=False)
         self.seeds = [] if generator is None else [generator]
         return super().contents()
 
     def apply(self, contents: Contents, path: str) -> RestoreStatus:
-        """Restore everything; what does not fit the model is an error."""
+        """Restore the state; raise if a name is only in the checkpoint or the model."""
         if any(name.startswith("seeds/") for name in contents.arrays):
             self.seeds = [internals.shared_seed_generator(make=True)]
         # Only the checkpoint knows how many weights each callback kept.
@@ -70,7 +68,7 @@ class FitState(Checkpoint):
 
 @runtime_checkable
 class _HasState(Protocol):
-    """A callback that saves a state of its own."""
+    """A callback with methods to save its state."""
 
     def get_state(self) -> JSON: ...
 
@@ -80,7 +78,7 @@ class _HasState(Protocol):
 def capture_callbacks(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> tuple[list[CallbackState], dict[str, list[np.ndarray]]]:
-    """Return the callbacks' states, and the best weights of those that keep any."""
+    """Return the callbacks' states, and the best weights by the callback's index."""
     best_weights = {
         str(i): getattr(callback, "best_weights", None)
         for i, callback in enumerate(callbacks)
@@ -95,7 +93,7 @@ def restore_callbacks(
     states: Sequence[CallbackState],
     best_weights: dict[str, list[np.ndarray]],
 ) -> list[str]:
-    """Restore callbacks: the first of a class gets the first state of that class.
+    """Restore callbacks: the first callback of a class gets its first state.
 
     Returns:
         The classes of states for which there is no callback.
@@ -128,7 +126,7 @@ def _restore(
 
 
 def _state_of(callback: keras.callbacks.Callback) -> CallbackState:
-    """A callback's state: Keras' attributes of its class, and its own `get_state`."""
+    """Read a callback's state: the attributes of Keras' class, and `get_state`."""
     names = next(
         (
             trainer.CALLBACK_STATE[kind.__name__]

@@ -29,9 +29,10 @@ class PreemptionCheckpointHandler:
     (TF: `tf.distribute.experimental.PreemptionCheckpointHandler`.)
 
     Args:
-        cluster_resolver: Not used: the strategy has joined the cluster; None.
-        checkpoint_or_checkpoint_manager: The checkpoint to save, or its manager. Number
-            the manager's other saves alike: `manager.save(handler.total_run_calls)`.
+        cluster_resolver: Ignored: the strategy has joined the cluster. Pass None.
+        checkpoint_or_checkpoint_manager: The checkpoint to save, or its manager. Other
+            saves of this manager need the same numbers:
+            `manager.save(handler.total_run_calls)`.
         checkpoint_dir: The folder for a `Checkpoint`, shared by all workers.
 
     Raises:
@@ -96,8 +97,8 @@ class PreemptionCheckpointHandler:
             The result of `fn`.
 
         Raises:
-            SystemExit: With `ExitCode.RETRY`, after the step on which all workers have
-                agreed after a SIGTERM in one of them.
+            SystemExit: With `ExitCode.RETRY`, after a SIGTERM in any worker. All
+                workers exit after the same step.
         """
         result = fn(*args, **kwargs)
         self._num_calls += 1
@@ -116,7 +117,7 @@ class PreemptionCheckpointHandler:
         self._manager.close()
         _logger.warning(
             "told to stop; saved after step %d in %s. Start the same script again to "
-            "go on.",
+            "continue.",
             self._num_calls,
             path,
         )

@@ -1,6 +1,8 @@
 """SidecarEvaluator: evaluates checkpoints while another process trains."""
 
+import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import keras
 from replicax._util.arguments import require_count, require_path
 from replicax._util.types import PyTree
 from replicax.checkpoint.entries import bind
-from replicax.checkpoint.evaluation import CheckpointWatch, append_evaluation
+from replicax.checkpoint.evaluation import CheckpointWatch
 from replicax.checkpoint.restore import write_existing
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
 
@@ -19,20 +21,20 @@ __all__ = ["SidecarEvaluator"]
 class SidecarEvaluator:
     """Evaluates each new checkpoint of a run that trains in another process.
 
-    (TF: `tf.keras.utils.SidecarEvaluator`.) Takes the model from checkpoints of
+    (TF: `tf.keras.utils.SidecarEvaluator`.) It reads the model from checkpoints of
     `CheckpointManager(Checkpoint(model=...), ...)`, or of
     `BackupAndRestore(..., delete_checkpoint=False)` with `checkpoint_name="backup"`.
-    It skips checkpoints that are older than an evaluated one, or deleted before they
-    are read, and always evaluates the last one of a finished run.
+    It skips checkpoints that are older than an evaluated one, or deleted before a read,
+    but never the last one of a finished run.
 
     Args:
-        model: A compiled model like the one in training. A model that is not built yet
-            is built from the first batch of the data.
+        model: A compiled model like the one in training. If it is not built yet, the
+            evaluator builds it from the first batch of the data.
         data: The argument `x` of `model.evaluate`, or a tuple `(x, y)` or
             `(x, y, sample_weight)`.
         checkpoint_dir: The folder of the checkpoints.
         steps: Number of batches of each evaluation; None: all of the data.
-        max_evaluations: Number of evaluations; None: until the training has ended.
+        max_evaluations: Number of evaluations; None: until the training ends.
         callbacks: Keras callbacks for `model.evaluate`.
         log_dir: Folder of `metrics.jsonl`, which gets a line for each evaluation;
             defaults to `eval` beside `checkpoint_dir`.
@@ -94,11 +96,11 @@ class SidecarEvaluator:
         self._log_dir = Path(log_dir or Path(checkpoint_dir).absolute().parent / "eval")
 
     def start(self) -> None:
-        """Evaluate until the training has ended, or `max_evaluations` were made.
+        """Evaluate until the training ends, or `max_evaluations` times.
 
         Raises:
-            CheckpointError: If no new checkpoint comes in time, if the last one is
-                damaged, or if it is not of this model.
+            CheckpointError: If no new checkpoint appears in time, if the last one is
+                damaged, or if one is of another model.
         """
         number = 0
         while self._max_evaluations is None or number < self._max_evaluations:
@@ -106,7 +108,7 @@ class SidecarEvaluator:
             if newer is None:
                 return
             path, contents = newer
-            if not self._model.built:  # Else there are no variables to restore.
+            if not self._model.built:  # It has no variables to restore yet.
                 self._run(steps=1)
             # The checkpoint may have more than the model, such as the optimizer.
             entries = bind("model", self._model).entries
@@ -117,7 +119,10 @@ class SidecarEvaluator:
     def _evaluate(self, path: str) -> None:
         results = self._run(self._steps, self._callbacks or None)
         results = {name: float(value) for name, value in results.items()}
-        append_evaluation(self._log_dir, path, results)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        with (self._log_dir / "metrics.jsonl").open("a") as stream:
+            line = {"checkpoint": path, "time": time.time(), **results}
+            stream.write(json.dumps(line) + "\n")
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
         print(f"{path}: {numbers}", flush=True)
 

@@ -5,8 +5,8 @@ one run may be `dense/kernel` of the next. Here a layer is numbered within its p
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeAlias, TypeGuard
+from collections.abc import Iterable
+from typing import TypeAlias, TypeGuard
 
 import keras
 
@@ -14,27 +14,18 @@ from replicax._private import keras as internals
 
 __all__ = ["HasVariables", "has_variables", "named_variables"]
 
+HasVariables: TypeAlias = (
+    keras.Layer
+    | keras.optimizers.Optimizer
+    | keras.metrics.Metric
+    | keras.random.SeedGenerator
+)
 _Named: TypeAlias = tuple[str, keras.Variable]
-
-
-class HasVariables(Protocol):
-    """A layer, model, optimizer, metric or seed generator."""
-
-    @property
-    def variables(self) -> Sequence[keras.Variable]:
-        """All variables."""
-        ...
 
 
 def has_variables(x: object) -> TypeGuard[HasVariables]:
     """Whether an object is a Keras layer, optimizer, metric or seed generator."""
-    kinds = (
-        keras.Layer,
-        keras.optimizers.Optimizer,
-        keras.metrics.Metric,
-        keras.random.SeedGenerator,
-    )
-    return isinstance(x, kinds)
+    return isinstance(x, HasVariables)
 
 
 def named_variables(owner: HasVariables) -> list[_Named]:
