@@ -100,16 +100,6 @@ def test_a_file_size_limit_is_named(tmp_path: Path, capfd) -> None:
     assert capfd.readouterr().err.splitlines() == []
 
 
-def test_a_failed_checkpoint_save_leaves_nothing(disk: Path, capfd) -> None:
-    checkpoint = Checkpoint(**arrays(80))
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            checkpoint.save(disk / "mine")
-    assert list(disk.iterdir()) == []
-    assert rx.latest_checkpoint(disk, "mine") is None
-    assert capfd.readouterr().err.splitlines() == []
-
-
 def test_a_manager_restores_the_last_complete_checkpoint(
     disk: Path, caplog, capfd
 ) -> None:

@@ -5,7 +5,6 @@ so the order of sums cannot matter and results must be equal, not close. Layers 
 normal numbers: sums in another order differ by 1e-5 of the largest value at most.
 """
 
-import itertools
 from functools import partial
 
 import jax
@@ -405,27 +404,6 @@ def separable(x, w):
     return conv(depthwise(x, w[0]), w[1])
 
 
-def test_under_the_transformations_of_jax() -> None:
-    rng = np.random.default_rng(2)
-    x = whole(rng, (4, 5, 5, 3))
-    w = whole(rng, (3, 3, 1, 6)), whole(rng, (1, 1, 6, 2))
-    several = jax.tree.map(lambda a: jnp.stack([a, -a]), w)
-
-    def loss(w, x):
-        return jnp.sum(separable(x, w) * jnp.cos(jnp.arange(2.0) * jnp.pi))
-
-    def run(x, w, several):
-        def step(w, x):
-            g = jax.grad(jax.checkpoint(loss))(w, x[None])
-            return jax.tree.map(lambda a, b: jnp.sign(a - b), w, g), None
-
-        mapped = jax.vmap(jax.grad(loss), (0, None))(several, x)
-        rows = jax.vmap(jax.grad(loss), (None, 0))(w, x[:, None])
-        return mapped, rows, lax.scan(step, w, x)
-
-    assert_equal(*both(run, x, w, several))
-
-
 @pytest.mark.parametrize("check", [True, False])
 def test_in_shard_map(check) -> None:
     rng = np.random.default_rng(3)
@@ -516,49 +494,6 @@ def test_gradients_of_keras_layers(halves) -> None:
         return results
 
     assert_close(*both(run, weights, inputs))
-
-
-# Batch, size and features of inputs, and kernels, in the way of JAX's own tests.
-SHAPES = [
-    ((b, i, 9, 10), (j, i, 4, 5)) for b, i, j in itertools.product([1, 2], [2, 3], [2])
-]
-STRIDES = [(1, 1), (1, 2), (2, 1)]
-PADDING = [((0, 0), (0, 0)), ((1, 2), (2, 0)), ((-1, 2), (2, -2))]
-DILATION = [((1, 1), (1, 1)), ((1, 2), (2, 2)), ((1, 4), (1, 1)), ((2, 1), (1, 2))]
-
-
-def test_shapes_of_jaxs_own_tests() -> None:
-    """Layouts of all kinds are the property tests'; here sizes that are not tiny."""
-    rng = np.random.default_rng(6)
-    cases = []
-    for n, (strides, padding, dilation) in enumerate(
-        itertools.islice(itertools.product(STRIDES, PADDING, DILATION), 0, None, 2)
-    ):
-        shapes = SHAPES[n % len(SHAPES)]
-        cases.append((shapes, strides, padding, dilation))
-    arrays = [(whole(rng, a), whole(rng, b)) for (a, b), *_ in cases]
-
-    def run(arrays, forced):
-        results = []
-        for (x, w), (_, strides, padding, dilation) in zip(arrays, cases, strict=True):
-            f = partial(
-                lax.conv_general_dilated,
-                window_strides=strides,
-                padding=padding,
-                lhs_dilation=dilation[0],
-                rhs_dilation=dilation[1],
-            )
-            if forced:
-                params = params_of(f, x, w)
-                f = partial(
-                    lowering._convolve, form="patches", dtype=x.dtype, params=params
-                )
-            results.append(f(x, w))
-        return results
-
-    ours = jax.jit(partial(run, forced=True))(arrays)
-    theirs = jax.jit(partial(run, forced=False))(arrays)
-    assert_equal(ours, theirs)
 
 
 def test_the_switch_leaves_programs_to_xla(monkeypatch) -> None:

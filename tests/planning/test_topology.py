@@ -49,7 +49,6 @@ def test_cubes_and_several_slices() -> None:
     ("name", "message"),
     [
         ("v5e:0x2", r"no slice 'v5e:0x2'\. Known: v5e:1x1, .*v5e:16x16\."),
-        ("v5e:32x32", "no slice"),
         ("v5p:4x4x6", "no slice 'v5p:4x4x6'.*boxes of such cubes"),
         ("v5p:8x4x4", "no slice"),
         ("v9:2x2", r"unknown topology 'v9:2x2'\. Known: v4:.*v5e:.*v6e:.*cpu:N, gpu:N"),
@@ -57,17 +56,11 @@ def test_cubes_and_several_slices() -> None:
         ("h100:9", r"no cluster 'h100:9'\. Known: h100:N.*up to 128x8\.$"),
         ("h100:129x8", "no cluster"),
         ("h100:0x8", "no cluster"),
-        ("a100-80g:2x0", "no cluster"),
-        ("h100:1x2x8", "no cluster"),
-        ("h100:0", "no cluster 'h100:0'"),
         ("h100:1x1x1", "no cluster 'h100:1x1x1'"),
-        ("h100:3x", r"no cluster 'h100:3x'\. Known: h100:N.*up to 128x8\.$"),
-        ("h100:-1", "no cluster 'h100:-1'"),
         ("h100:" + 5000 * "9", "no cluster 'h100:999"),  # More than `int` reads.
         ("h100", r"no cluster 'h100'\. Known: h100:N"),
         ("v5e", r"no slice 'v5e'\. Known: v5e:1x1, "),
         ("h900:8", f"unknown topology 'h900:8'.*{'.*'.join(f'{c}:N' for c in CARDS)}"),
-        ("H100:8", "unknown topology 'H100:8'"),
         ("", "unknown topology ''"),
     ],
 )

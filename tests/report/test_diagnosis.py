@@ -65,14 +65,6 @@ def test_few_steps_give_no_diagnosis(measured) -> None:
     assert diagnose(few).startswith("too few steps")
 
 
-@given(MEASURED.filter(lambda m: m.executions >= 10 and m.step_s == m.step_s))
-def test_input_comes_first(measured) -> None:
-    waits = dataclasses.replace(measured, input=0.9)
-    assert diagnose(waits).startswith("input-bound")
-    text = diagnose(dataclasses.replace(measured, input=0.0))
-    assert not text.startswith("input-bound")
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

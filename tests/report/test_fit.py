@@ -14,7 +14,6 @@ from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.keras import providers
-from replicax.keras.session import session_of
 from replicax.report.callback import report_every_fit, with_report
 from replicax.report.runs import read_run
 
@@ -107,12 +106,6 @@ def test_weights_are_those_without_a_report(page) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_nothing_is_left_in_the_model(page) -> None:
-    model = make(mirrored(2))
-    train(model, page)
-    assert session_of(model) is None
-
-
 @pytest.mark.parametrize("verbose", [0, 2])
 def test_a_verbose_fit_prints_the_diagnosis(verbose, page, capsys) -> None:
     train(make(), page, verbose=verbose)
@@ -198,26 +191,6 @@ def test_metrics_of_other_callbacks(page) -> None:
     assert ["late" in epoch for epoch in logs] == [False, True, True]
     assert not any("vector" in epoch for epoch in logs)
     assert "late: training from 0.5 in epoch 2" in page.read_text()
-
-
-class TapeStep(keras.Model):
-    def train_step(self, data):
-        x, y = data
-        with rx.GradientTape() as tape:
-            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
-        grads = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(
-            zip(grads, self.trainable_variables, strict=True)
-        )
-        return {"distance": loss}
-
-
-@pytest.mark.parametrize("name", ["mirrored", "one device"])
-def test_a_custom_train_step(name, page) -> None:
-    train(make(STRATEGIES[name](), TapeStep), page, diagnosis=True)
-    (fit,) = fits_of(page)
-    assert [set(e.logs) for e in fit.epochs] == [{"distance"}] * 2
-    assert fit.state == "done"
 
 
 @pytest.mark.parametrize("name", ["no strategy", "mirrored"])

@@ -137,12 +137,6 @@ def test_a_metric_that_is_always_nan() -> None:
     assert "Not finite in 2 epochs, first in epoch 1." in text
 
 
-def test_a_metric_that_comes_later() -> None:
-    logs = [{"loss": 1.0}, {"loss": 0.9, "auc": 0.6}, {"loss": 0.8, "auc": 0.7}]
-    text = page(fit(*(epoch(i, each) for i, each in enumerate(logs))))
-    assert "auc: training from 0.6 in epoch 2 to 0.7 in epoch 3" in text
-
-
 def test_fits_one_after_another() -> None:
     second = fit(epoch(0), epoch(1), number=2, facts={"model": "other"})
     text = page(fit(epoch(0), epoch(1), state="done"), second)
@@ -231,10 +225,6 @@ def test_memory_has_round_numbers() -> None:
     figure = text[text.index("Memory of the process") :]
     assert ">400 MiB<" in figure
     assert "epoch 1: 450 MiB" in figure
-
-
-def test_no_series_no_figure() -> None:
-    assert chart_of("nothing", [Series(name="s", parts=[])]) is None
 
 
 @pytest.mark.parametrize("state", ["running", "done", "interrupted"])

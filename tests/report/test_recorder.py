@@ -121,15 +121,22 @@ def test_time_after_the_steps_does_not_count():
     assert recorder.end_steps() > wall_s
 
 
+@pytest.fixture
+def marks_each_step(monkeypatch):
+    monkeypatch.setattr("replicax.report.recorder._MARK_EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("marks_each_step")
 def test_marks_are_between_steps():
     marks = []
-    recorder = Recorder(on_mark=lambda: marks.append(1), mark_every_s=0.0)
+    recorder = Recorder(on_mark=lambda: marks.append(1))
     train(recorder, [("a", 1, 8)] * 3)
     assert len(marks) == 3
 
 
+@pytest.mark.usefixtures("marks_each_step")
 def test_a_mark_has_the_logs_of_a_finished_execution():
-    recorder = Recorder(mark_every_s=0.0)
+    recorder = Recorder()
     results, seen = [Pending(0), Pending(9), Pending(0), Pending(0)], []
     recorder._on_mark = lambda: seen.append(recorder.logs)
     recorder._compiled_shapes.add("a")  # The recorder must not wait.

@@ -49,26 +49,21 @@ class Recorder:
     """Counts the executions of `fit` and the devices' wait for input.
 
     Args:
-        on_mark: Called between steps, to report an epoch in progress.
-        mark_every_s: The time between two such calls; None: five seconds.
+        on_mark: Called between steps, every five seconds, to report an epoch in
+            progress.
 
     Attributes:
         tally: The counts of the epoch so far.
         logs: The latest logs whose computation has finished; None before.
     """
 
-    def __init__(
-        self,
-        on_mark: Callable[[], None] | None = None,
-        mark_every_s: float | None = None,
-    ) -> None:
+    def __init__(self, on_mark: Callable[[], None] | None = None) -> None:
         self.tally = Tally()
         self.logs: PyTree = None
         self._next_logs: PyTree = None  # Logs at the last mark, perhaps not ready.
         self._on_mark = on_mark
-        self._mark_every_s = _MARK_EVERY_S if mark_every_s is None else mark_every_s
         self._began = time.perf_counter()
-        self._next_mark = self._began + self._mark_every_s
+        self._next_mark = self._began + _MARK_EVERY_S
         self._last: PyTree = None  # A result of the last execution.
         self._executed = 0, 0  # Steps and examples that were dispatched.
         self._steps_s: float | None = None
@@ -163,7 +158,7 @@ class Recorder:
         self._next_logs = logs
         if self._on_mark is not None:
             self._on_mark()
-        self._next_mark = time.perf_counter() + self._mark_every_s
+        self._next_mark = time.perf_counter() + _MARK_EVERY_S
 
     def _end_first(self, began: float, waits_s: float) -> None:
         """Count an execution that compiled, after its dispatch."""

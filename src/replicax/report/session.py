@@ -132,8 +132,13 @@ class FitReport:
             return
         if self._total is None or self._total.number != self._epoch:
             # Without memory statistics: the devices may have failed.
-            wall_s, counts = self.recorder.elapsed_s(), self._counts()
-            self._add(ProgressRecord(number=self._epoch, wall_s=wall_s, counts=counts))
+            self._add(
+                ProgressRecord(
+                    number=self._epoch,
+                    wall_s=self.recorder.elapsed_s(),
+                    counts=dataclasses.asdict(self.recorder.tally),
+                )
+            )
         text = "fit did not end"
         if error is not None:
             text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
@@ -156,15 +161,12 @@ class FitReport:
         self._add(ProgressRecord(**fields), is_temporary=True)
         self._write_page()
 
-    def _counts(self) -> dict[str, float]:
-        return dataclasses.asdict(self.recorder.tally)
-
     def _progress(self, wall_s: float, logs: Mapping[str, object]) -> dict[str, Any]:
         return {
             "number": self._epoch,
             "logs": _numbers(logs),
             "wall_s": wall_s,
-            "counts": self._counts(),
+            "counts": dataclasses.asdict(self.recorder.tally),
             "memory": memory_of(self._devices),
         }
 

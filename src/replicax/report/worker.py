@@ -145,11 +145,9 @@ class ReportedWorker:
     @property
     def compression(self) -> str | None:
         """The compression of gradients; None: none."""
-        if self.strategy is None:
-            return None
-        if self.servers is None:
-            return self.strategy.group.communication.compression
-        return getattr(self.strategy, "compression", None)
+        if self.strategy is None or self.servers is not None:
+            return getattr(self.strategy, "compression", None)
+        return self.strategy.group.communication.compression
 
     def chiefs_choice(self, measures: bool) -> bool:
         """Return the chief's `measures`, whether to measure after the training.
