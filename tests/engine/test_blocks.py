@@ -37,17 +37,17 @@ def on_devices(body: Callable[..., Any], num: int, in_specs: Any = WHOLE) -> Any
     )
 
 
-def test_whole_of_a_known_block_is_not_cut_again() -> None:
+def test_block_of_a_gathered_array() -> None:
     axis = axis_of(2)
 
-    def body(part: Any) -> Any:
-        known = BlockedValues(axis)
-        array = known.whole(Block(part, 0))
+    def body(data: Any) -> Any:
+        blocked = BlockedValues(axis)
+        array = blocked.whole(Block(data, 0))
         assert array.shape == (8, 2)
-        found = known.block_of(array)
-        assert found is not None
-        assert found.data is part
-        assert known.block_of(array + 1) is None
+        block = blocked.block_of(array)
+        assert block is not None
+        assert block.data is data
+        assert blocked.block_of(array + 1) is None
         return cut(array, 1, axis).data
 
     x = np.arange(16.0, dtype="float32").reshape(8, 2)

@@ -217,10 +217,3 @@ def test_what_sum_may_not_return(change, error, match) -> None:
     x = np.ones((2, 3), "float32")
     with pytest.raises(error, match=match):
         all_reduce(with_ops(2, Own(change)), x)
-
-
-def test_num_packs_of_operations() -> None:
-    assert rx.NcclAllReduce().num_packs == 1
-    assert rx.NcclAllReduce(4).num_packs == 4
-    assert rx.HierarchicalCopyAllReduce(2, group_size=2).num_packs == 2
-    assert Own(None).num_packs == 0

@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from tests.conftest import mirrored
 
-from replicax.engine import losses
 from replicax.engine.losses import compute_average_loss, scale_regularization_loss
 
 
 @pytest.fixture
-def two_replicas(monkeypatch):
-    monkeypatch.setattr(losses, "current_num_replicas", lambda: 2)
+def two_replicas():
+    with mirrored(2).scope():
+        yield
 
 
 def test_one_replica_is_the_mean():

@@ -262,14 +262,6 @@ def test_gradient_after_the_step_is_refused(strategy) -> None:
         strategy.run(another)
 
 
-def test_gradient_before_the_tape_is_entered_is_refused(strategy) -> None:
-    def step() -> Any:
-        return rx.GradientTape().gradient(jnp.ones(()), [])
-
-    with pytest.raises(rx.ContextError, match="not entered in this call of the step"):
-        strategy.run(step)
-
-
 def test_integer_target_is_refused(strategy) -> None:
     with strategy.scope():
         w = keras.Variable(3.0)

@@ -3,7 +3,7 @@
 Where replicas hold blocks of weights, a step gathers each weight before it computes
 with it. A layer's backward pass needs the weight too; kept until then, all layers'
 weights would be whole on every device at once. So the function that is differentiated
-gathers by itself, and JAX is told not to keep what it gathered.
+gathers by itself, and a policy of `jax.checkpoint` keeps JAX from saving the result.
 
 XLA's partitioner divides the updates of sharded weights, after the replicas' part of
 the program: 3 to 6 times as fast for Muon as an update divided equation by equation,

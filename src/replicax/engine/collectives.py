@@ -95,7 +95,7 @@ class CrossDeviceOps(ABC):
 
         Raises:
             TypeError: If `sum` returns what is no array.
-            ValueError: If `sum` returns another shape or dtype than it was given.
+            ValueError: If `sum` returns another shape or dtype than its argument has.
         """
         total = self._sums(tree, axis)
         if op is ReduceOp.SUM:

@@ -231,8 +231,7 @@ def _whole_sums(
         call = f"{type(ops).__name__}.reduce"
         if not isinstance(sums, list) or len(sums) != len(arrays):
             raise ValueError(
-                f"{call}: returned {sums!r}, expected a list of {len(arrays)} arrays, "
-                "as it was given."
+                f"{call}: returned {sums!r}, expected a list of {len(arrays)} arrays."
             )
         for total, value in zip(sums, arrays, strict=True):
             check_like(call, total, value)

@@ -159,16 +159,12 @@ def _depends_on_shares(value: object) -> bool:
     return name in _LINEAR and any(map(_depends_on_shares, equation.in_tracers))
 
 
-def current_num_replicas() -> int:
-    """Number of replicas of the strategy in scope, 1 outside any."""
-    strategy = current_strategy()
-    return 1 if strategy is None else strategy.num_replicas_in_sync
-
-
 def _num_replicas(num_replicas: int | None, caller: str) -> float:
     if num_replicas is None:
-        context = current_context()
-        return current_num_replicas() if context is None else context.num_counted
+        context, strategy = current_context(), current_strategy()
+        if context is not None:
+            return context.num_counted
+        return 1 if strategy is None else strategy.num_replicas_in_sync
     if num_replicas < 1:
         raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")
     return num_replicas

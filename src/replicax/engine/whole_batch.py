@@ -173,7 +173,7 @@ def computed_whole(
 ) -> PyTree:
     """Call `fn` with the rows of all replicas that count, as one device would.
 
-    Variables that it assigns have the same value on all replicas. See `whole_batch`.
+    `fn` assigns the same values to variables on all replicas. See `whole_batch`.
     """
     arguments = (args, kwargs or {})
     is_alone = context.num_replicas_here == 1

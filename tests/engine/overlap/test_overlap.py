@@ -95,7 +95,7 @@ def step_of(
     ],
     ids=["plain", "compressed", "hooked"],
 )
-def test_overlapping_sums_are_those_without_packs(options) -> None:
+def test_overlapping_sums_equal_plain_sums(options) -> None:
     rng = np.random.default_rng(0)
     w = weights(rng)
     tokens = rng.integers(0, VOCABULARY, (64,))
@@ -119,7 +119,7 @@ DIMS = [0, None, 1, 0, 1, None, None, 0, None, 0]
 
 
 @pytest.mark.parametrize("updates_are_last", [False, True])
-def test_overlapping_blocks_are_those_without_packs(updates_are_last) -> None:
+def test_overlapping_blocks_equal_plain_blocks(updates_are_last) -> None:
     rng = np.random.default_rng(0)
     w = weights(rng)
     tokens = rng.integers(0, VOCABULARY, (64,))
@@ -145,9 +145,9 @@ def test_overlapping_blocks_are_those_without_packs(updates_are_last) -> None:
     ]
 
 
-def test_what_is_put_off_is_made_while_a_pack_travels() -> None:
+def test_products_are_deferred_while_a_bucket_travels() -> None:
     products = [Origin(i + 1, "dot_general") for i in range(6)]
-    # Gradient 4 comes of no product: its bucket leaves nothing for the one before it.
+    # No product computes gradient 4, so its bucket has none to hide the one before it.
     origins = dict(enumerate([*products[:4], Origin(5), *products[4:]]))
     buckets = [[0], [1, 2], [3], [4], [5, 6]]
     deferred = deferred_products(buckets, origins, scatters=True)
@@ -156,7 +156,7 @@ def test_what_is_put_off_is_made_while_a_pack_travels() -> None:
     assert deferred_products(buckets, origins, scatters=False) == {6: 3, 3: 1}
 
 
-def test_packs_go_as_the_backward_pass_has_them() -> None:
+def test_buckets_follow_the_backward_pass() -> None:
     w = weights(np.random.default_rng(0))
     lowered = step_of(axis_of("gpu"), rx.CommunicationOptions()).lower(
         w, np.zeros((64,), "int32")
@@ -170,13 +170,13 @@ def test_packs_go_as_the_backward_pass_has_them() -> None:
         4 * WIDTH * WIDTH + 1,  # "2 kernel" and "2 scale"
         WIDTH * WIDTH,  # "1 half", of another dtype
         WIDTH,  # "1 bias"
-        # What is there at the end only; then a small one of before, to hide those.
+        # Gradients of the end; then a small earlier one, whose product hides them.
         WIDTH * WIDTH + VOCABULARY * WIDTH,
         WIDTH * NUM_CLASSES,
     ]
 
 
-def test_a_gradient_tells_how_it_comes_about() -> None:
+def test_origins_of_gradients() -> None:
     found: dict[str, Origin] = {}
 
     def step(w: dict[str, Any], tokens: Any) -> None:
@@ -198,7 +198,7 @@ def test_a_gradient_tells_how_it_comes_about() -> None:
     assert depths["1 bias"] == depths["1 half"]
 
 
-def test_a_product_before_a_call_is_left_where_it_is() -> None:
+def test_a_product_before_a_call_is_not_deferred() -> None:
     found: list[Origin] = []
 
     def step(x: Any) -> None:
@@ -209,7 +209,7 @@ def test_a_product_before_a_call_is_left_where_it_is() -> None:
     assert [origin.product for origin in found] == ["", "dot_general"]
 
 
-def test_kernels_of_convolutions_are_told_from_others() -> None:
+def test_origins_of_the_kernels_of_convolutions() -> None:
     def loss(kernels: list[Any], x: Any) -> Any:
         for kernel in kernels[:2]:
             x = jax.lax.conv_general_dilated(
@@ -242,7 +242,7 @@ def test_other_transformations_and_arguments_have_no_origin() -> None:
 
 
 @given(data=st.data())
-def test_packs_are_made_in_order_and_end_small(data) -> None:
+def test_buckets_are_in_order_and_the_last_is_small(data) -> None:
     num = data.draw(st.integers(1, 30))
     draw: Callable[[Any], list[Any]] = lambda of: data.draw(  # noqa: E731
         st.lists(of, min_size=num, max_size=num)
@@ -339,7 +339,7 @@ def test_training_is_the_same_with_overlapping_buckets(monkeypatch, by_tape) -> 
         np.testing.assert_allclose(value, other, rtol=1e-6, atol=1e-7)
 
 
-def test_cpus_and_tpus_pack_nothing_by_themselves() -> None:
+def test_no_buckets_by_default_on_cpus_and_tpus() -> None:
     w, tokens = weights(np.random.default_rng(0)), np.zeros((64,), "int32")
     text = step_of(axis_of("tpu"), rx.CommunicationOptions()).lower(w, tokens).as_text()
     assert "optimization_barrier" not in text
