@@ -1,4 +1,4 @@
-"""The fixtures of the core's tests, and what they set up for the whole run."""
+"""The fixtures and the setup of the core's tests."""
 
 from tests.conftest import (  # noqa: F401
     collections_stay_small,

@@ -1,4 +1,4 @@
-"""Which arguments a `model_fn` and an `input_fn` get, however they are written."""
+"""The arguments of a `model_fn` and an `input_fn`, also decorated or partial ones."""
 
 import functools
 from typing import Any

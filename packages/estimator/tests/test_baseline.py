@@ -19,7 +19,7 @@ def test_the_mean_of_the_labels(tmp_path) -> None:
     estimator = E.BaselineRegressor(
         tmp_path, label_dimension=2, weight_column="w", optimizer="SGD", config=config
     )
-    # Two batches that are all of the data are a step.
+    # A step reads all data, in two batches.
     input_fn = E.numpy_input_fn(features, labels, len(y) // 2, 60, shuffle=False)
     estimator.train(input_fn)
     mean = np.average(labels, axis=0, weights=w)
@@ -29,7 +29,7 @@ def test_the_mean_of_the_labels(tmp_path) -> None:
     results = estimator.evaluate(all_once)
     spread = np.average(((labels - mean) ** 2).mean(1), weights=w)
     assert results["average_loss"] == pytest.approx(spread, rel=1e-4)
-    # Whatever the features are, of which only the number of rows counts.
+    # Of the features only the number of rows counts.
     (predicted,) = estimator.predict(
         lambda: {"word": np.array(["b"] * 3)}, yield_single_examples=False
     )

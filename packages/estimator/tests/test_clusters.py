@@ -47,7 +47,7 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(first: int, step: int, repeat: int) -> Any:
-    """Every `step`-th batch of 8 from number `first` on, again and again."""
+    """Every `step`-th batch of 8 from number `first` on, in `repeat` passes."""
     x, y = examples()
     for _ in range(repeat):
         for start in range(first * BATCH, len(x), step * BATCH):
@@ -56,7 +56,7 @@ def batches(first: int, step: int, repeat: int) -> Any:
 
 
 def train_input(input_context: rx.InputContext) -> Any:
-    """Each worker's own batches, as scripts for several workers do it."""
+    """The batches of one worker."""
     return batches(
         input_context.input_pipeline_id, input_context.num_input_pipelines, repeat=10
     )
@@ -105,7 +105,7 @@ def test_two_workers_and_an_evaluator(tmp_path: Path) -> None:
     assert list(written)[-1] == 12
     assert written[12]["loss"] == evaluated["loss"]
 
-    # One process with as many replicas and the same batches for each of them.
+    # One process with as many replicas and the same batches.
     estimator = Estimator(
         model_fn,
         tmp_path / "one",
@@ -115,7 +115,7 @@ def test_two_workers_and_an_evaluator(tmp_path: Path) -> None:
     )
     estimator.train(lambda: batches(0, 1, repeat=10), max_steps=12)
     alone = values(tmp_path / "one")
-    # Sums over processes may round otherwise, and Adam divides by what may be small.
+    # Sums over processes may round differently, and Adam may divide by small numbers.
     for name, value in values(tmp_path / "two").items():
         np.testing.assert_allclose(value, alone[name], rtol=1e-4, atol=1e-6)
     assert estimator.evaluate(eval_input)["loss"] == pytest.approx(
@@ -156,7 +156,7 @@ def test_two_workers_and_a_server(tmp_path: Path) -> None:
     estimator = Estimator(model_fn, tmp_path)
     step = int(estimator.get_variable_value("global_step"))
     # Both train until they see 60 updates. A worker computes a step while its last one
-    # is on its way, so that each may be two ahead of what it has seen.
+    # is in flight, so each may be two updates ahead of what it has seen.
     assert min(first, second) > 0
     assert 60 <= first + second <= 64
     assert 60 <= step <= 64
@@ -221,6 +221,6 @@ def shuffled(folder: str) -> float:
 
 @pytest.mark.multiprocess
 def test_workers_shuffle_alike(tmp_path: Path) -> None:
-    """Without a seed each draws one: from a random state that all share."""
+    """Without a seed, workers draw equal seeds from a shared random state."""
     results = run(shuffled, args=(str(tmp_path),), tasks={"worker": 2})
     assert results["worker:0"].value == results["worker:1"].value

@@ -1,4 +1,4 @@
-"""Canned estimators with hidden layers, alone and beside a linear model."""
+"""Canned estimators with hidden layers, alone and with a linear model."""
 
 import keras
 import numpy as np
@@ -48,7 +48,7 @@ def test_two_replicas_train_like_one_with_both_batches(tmp_path) -> None:
     ]
     assert np.abs(values[1]["dnn/logits/bias"]).max() > 0.1
     for name, value in values[1].items():
-        # Sums in another order, in float32.
+        # The order of float32 sums differs.
         np.testing.assert_allclose(values[2][name], value, rtol=1e-5, atol=1e-6)
 
 
@@ -78,7 +78,7 @@ def test_dropout_and_batch_norm(tmp_path) -> None:
         "moving_variance",
     ]
     assert np.abs(values["dnn/hiddenlayer_1/batchnorm_1/moving_mean"]).max() > 0
-    # In evaluation and prediction nothing is drawn, and no batch counts.
+    # Evaluation and prediction use no dropout and no batch statistics.
     first, second = (estimator.evaluate(lambda: (features, labels)) for _ in range(2))
     assert first == second
     half = {"x": features["x"][:7]}
@@ -106,7 +106,7 @@ BATCH = (
 
 
 def test_both_parts_have_their_own_optimizer(tmp_path) -> None:
-    """Where one part's rate is 0, only the other part's variables change."""
+    """If the learning rate of one part is 0, only the other part's variables change."""
     for part, other in (("linear", "dnn"), ("dnn", "linear")):
         rates = {part: 0.01, other: 0.0}
         estimator = combined(
@@ -156,7 +156,7 @@ def test_a_combined_model_may_have_one_part(tmp_path) -> None:
 
 
 def test_optimizer_names_do_not_depend_on_earlier_optimizers(tmp_path) -> None:
-    """Names of an instance's copies do not count what a process has made before."""
+    """Otherwise a restarted process could not restore the checkpoint."""
     for number in (1, 2):
         keras.optimizers.Adam()  # Later ones are adam_1, ...
         estimator = combined(

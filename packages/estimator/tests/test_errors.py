@@ -1,4 +1,4 @@
-"""Wrong calls and wrong input: one clear error each, and nothing is written."""
+"""Wrong calls and wrong input raise clear errors."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Estimators with a `model_fn`: the same on any strategy, and resumable."""
+"""Estimators with a `model_fn`: equal on any strategy, and after a resumption."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def model_fn(features: Any, labels: Any, mode: str, params: Any) -> EstimatorSpe
         return EstimatorSpec(mode, predictions={"y": prediction, "x": features})
     loss = keras.losses.MeanSquaredError()(labels, prediction)
     mae = keras.metrics.MeanAbsoluteError()
-    # Of vectors Keras' metric takes the mean first, whatever their length.
+    # Keras' metric would average a vector first, whatever its length.
     mae.update_state(labels[:, None], prediction[:, None])
     optimizer = params.get("optimizer", lambda: keras.optimizers.Adam(0.01))()
     return EstimatorSpec(
@@ -107,12 +107,12 @@ def test_two_replicas_with_half_batches_train_like_one(
     # 60 examples: a pass has batches of 16, 16, 16 and 12, or as many halves.
     estimator = trained(STRATEGIES[name](), tmp_path, halves, 6)
     for key, value in values(estimator).items():
-        # Sums in another order; Adam divides by what may be small.
+        # The order of sums differs, and Adam may divide by small numbers.
         np.testing.assert_allclose(value, on_one[key], rtol=2e-5, atol=1e-6)
 
 
 def halves() -> Iterator[Any]:
-    """The batches of 16 in halves, that of 12 too."""
+    """Each batch as two batches of half its size."""
     for x, y in batches(2 * BATCH, 9):
         half = len(x) // 2
         yield x[:half], y[:half]
@@ -123,7 +123,7 @@ def halves() -> Iterator[Any]:
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_evaluation_reads_all_batches(num_replicas: int, tmp_path: Path) -> None:
     alone = trained(None, tmp_path, lambda: batches(repeat=2), 5)
-    # 7 batches of 8 and one of 4; the loss is the mean over batches, as TF has it.
+    # 7 batches of 8 and one of 4; as in TF the loss is the mean over batches.
     expected = alone.evaluate(lambda: batches())
     x, y = examples()
     (predicted,) = alone.predict(lambda: x, yield_single_examples=False)
@@ -145,7 +145,7 @@ def test_evaluation_reads_all_batches(num_replicas: int, tmp_path: Path) -> None
 
 
 def test_the_last_step_may_have_fewer_batches_than_replicas(tmp_path: Path) -> None:
-    # Batches of 8, 8, 8 on two replicas: a step of two and a step of one.
+    # Batches of 8, 8, 8 on two replicas: a step of two batches, and one of one batch.
     def three() -> Iterator[Any]:
         yield from batches(number=24)
 
@@ -220,7 +220,7 @@ def test_killed_and_resumed_training_ends_with_the_same_weights(
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = saving_often(folder)
-    # Written in the background, number 15 may not have been complete.
+    # The save of step 15 in the background may have been incomplete.
     assert int(resumed.get_variable_value("global_step")) in (10, 15)
     with caplog.at_level(logging.WARNING, "replicax"):
         resumed.train(lambda: batches(repeat=9), max_steps=25)
@@ -241,7 +241,7 @@ def test_a_finished_training_restarts_its_input(
         assert "Training is skipped: " in caplog.text
         estimator.train(lambda: batches(), steps=100)
     assert "interrupted" not in caplog.text
-    # All 8 batches of the second call, from the first one on.
+    # The second call trains on all 8 batches.
     assert int(estimator.get_variable_value("global_step")) == 11
 
 
@@ -281,7 +281,7 @@ def test_checkpoints_do_not_restore_learning_rates(
     np.testing.assert_array_equal(after["dense/kernel"], before["dense/kernel"])
     name = "adam/dense_kernel_momentum"
     assert np.abs(after[name] - before[name]).max() > 0
-    # A schedule in place of a number, too.
+    # The new learning rate may be a schedule.
     schedule = keras.optimizers.schedules.ExponentialDecay(0.0, 10, 0.9)
     trained(None, tmp_path, lambda: batches(), 4, optimizer=adam(schedule))
     assert int(estimator.get_variable_value("adam/iteration")) == 4
@@ -354,7 +354,7 @@ def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
 
 
 def test_variable_names_do_not_depend_on_earlier_layers(tmp_path: Path) -> None:
-    keras.layers.Dense(1).build((None, 1))  # So that another layer has the name.
+    keras.layers.Dense(1).build((None, 1))  # Now a layer named "dense" exists.
     estimator = trained(None, tmp_path, lambda: batches(), 1)
     assert "dense/kernel" in estimator.get_variable_names()
     keras.layers.Dense(1).build((None, 1))
@@ -370,7 +370,7 @@ def test_a_failed_training_discards_its_model(tmp_path: Path) -> None:
     estimator.train(lambda: (x, y), steps=2)
     before = values(estimator)
     assert np.isfinite(before["dense/kernel"]).all()
-    # A folder that is gone is a new beginning, as in another process.
+    # If the folder is deleted, training starts again.
     for path in tmp_path.iterdir():
         shutil.rmtree(path)
     estimator.train(lambda: (x, y), steps=2)
@@ -411,7 +411,7 @@ def test_loss_scaling_does_not_change_the_weights(
         folder = tmp_path / str(i)
         estimator = trained(strategy, folder, lambda: batches(), 3, optimizer=make)
         results.append(estimator.get_variable_value("dense/kernel"))
-    # Powers of two scale without rounding, but XLA may fuse otherwise.
+    # Powers of two scale without rounding, but XLA may fuse operations differently.
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(results[2], results[0], rtol=1e-5, atol=1e-7)
 
@@ -519,7 +519,7 @@ def test_a_resumed_training_on_other_replicas_skips_the_same_batches(
             lambda: batches(repeat=3), hooks=[Stop()], max_steps=9
         )
     make(None).train(lambda: batches(repeat=3), max_steps=4)
-    # Two steps of two batches each.
+    # Two steps of two batches.
     assert "interrupted after 4 steps" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Exporters: when they export, what they keep."""
+"""Exporters: when they export, and how many exports they keep."""
 
 import math
 from pathlib import Path
@@ -99,12 +99,12 @@ def test_the_best_exporter_reads_earlier_evaluations(estimator) -> None:
     evaluations = Path(estimator.eval_dir())
     for step, loss in ((1, 2.0), (2, 1.0), (3, 5.0)):
         append_evaluation(evaluations, "x", {"loss": loss, "global_step": step})
-    # As in training: the evaluation in question is listed already.
+    # As in training, the current evaluation is already in the file.
     append_evaluation(evaluations, "x", {"loss": 1.5, "global_step": 4})
     exporter = BestExporter(serving_input_receiver_fn=RECEIVER_FN)
     assert export(exporter, estimator, {"loss": 1.5, "global_step": 4}) is None
     assert export(exporter, estimator, {"loss": 0.5, "global_step": 5}) is not None
-    # Those of another data set do not count.
+    # Evaluations of another data set do not count.
     other = BestExporter("other", RECEIVER_FN, eval_name="test")
     assert export(other, estimator, {"loss": 9.0, "global_step": 4}) is not None
 
@@ -134,7 +134,7 @@ def test_train_and_evaluate_exports(tmp_path) -> None:
     for path in made:
         saved = load_saved_model(path)
         assert saved.global_step == 4
-        # Another program than predict's: sums may be in another order.
+        # The saved program may order sums differently.
         np.testing.assert_allclose(saved({"x": X})["y"][0], expected, rtol=1e-5)
 
 

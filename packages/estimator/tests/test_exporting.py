@@ -1,4 +1,4 @@
-"""Saved models: exported, loaded, called, damaged."""
+"""Saved models: export, load and call."""
 
 import importlib.util
 import json
@@ -26,11 +26,11 @@ from replicax_estimator import (
     load_saved_model,
 )
 
-# A saved model is compiled as another program, in which XLA may order sums otherwise.
+# A saved model is another program, in which XLA may order sums differently.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 MODEL = '''
-"""A model whose code is only here."""
+"""A model whose module no other process can import."""
 
 import keras
 
@@ -89,13 +89,13 @@ Y = X.sum(axis=1)
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Estimator:
-    """A small model of two numbers a row, which are one feature."""
+    """A small model with one feature of two numbers."""
     return trained(tmp_path_factory.mktemp("dense"), dense_fn, (X, Y))
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory) -> tuple[Estimator, str]:
-    """A model of several kinds of layers, whose module no other process can import."""
+    """A model of several kinds of layers, and its export."""
     folder = tmp_path_factory.mktemp("mixed")
     (folder / "hidden_away.py").write_text(MODEL)
     spec = importlib.util.spec_from_file_location(
@@ -222,7 +222,7 @@ def test_bfloat16_variables_are_exported(tmp_path) -> None:
             optimizer=keras.optimizers.SGD(0.1),
         )
 
-    # The variables, too, are bfloat16 here; under "mixed_bfloat16" they are not.
+    # Here also the variables are bfloat16, unlike under "mixed_bfloat16".
     x = X.astype(ml_dtypes.bfloat16)
     estimator = trained(tmp_path / "model", model_fn, ({"x": x}, Y), 1)
     path = estimator.export_saved_model(
@@ -235,7 +235,7 @@ def test_bfloat16_variables_are_exported(tmp_path) -> None:
     outputs = saved({"x": x})["y"]
     assert outputs.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(outputs, predicted(estimator, {"x": x})["y"])
-    # Any numbers will do for an input of floating point.
+    # Integers convert to floating point.
     np.testing.assert_array_equal(saved({"x": [[1, 2]]})["y"].shape, (1, 1))
 
 
@@ -271,7 +271,7 @@ def test_exports_do_not_disturb_predictions(dense, tmp_path) -> None:
     np.testing.assert_allclose(rest, predicted(dense, X), **CLOSE)
 
 
-# What is given at a call.
+# Features of a call.
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +313,7 @@ def test_unknown_signatures_and_single_arrays(saved) -> None:
         saved([1, 2])
 
 
-# What cannot be exported.
+# Models that cannot be exported.
 
 
 def test_models_that_need_the_number_of_rows(tmp_path) -> None:

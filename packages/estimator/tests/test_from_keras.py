@@ -1,4 +1,4 @@
-"""Keras models as estimators: inputs and labels in all the forms that TF takes."""
+"""Keras models as estimators: inputs and labels in all forms of TF."""
 
 import shutil
 from pathlib import Path
@@ -34,7 +34,7 @@ def expected(model: Any, weights: Any = None) -> float:
 
 
 def same_weights(folder: Path, model: Any, batch: Any, **config: Any) -> Any:
-    """The estimator after a step that changes nothing."""
+    """Train a step with a learning rate of 0; return the estimator."""
     model.optimizer.learning_rate = 0.0
     estimator = model_to_estimator(model, config=RunConfig(folder, **config))
     return estimator.train(lambda: batch, steps=1)

@@ -120,12 +120,12 @@ def test_wrong_arguments(kwargs, error, message, tmp_path) -> None:
 
 
 def trained(kind, input_fn, *args, **kwargs) -> tuple[E.Estimator, dict[str, float]]:
-    """With the results on one replica, compared to those on 3."""
+    """Train and evaluate on one replica; check that 3 replicas return equal results."""
     estimator = kind(*args, **kwargs).train(input_fn)
     results = estimator.evaluate(input_fn)
     config = E.RunConfig(eval_distribute=mirrored(3))
     on_more = kind(*args, config=config, **kwargs).evaluate(input_fn)
-    # Sums in another order, in float32.
+    # The order of float32 sums differs.
     assert on_more == pytest.approx(results, rel=2e-6)
     return estimator, results
 
@@ -137,7 +137,7 @@ def weighted(x, labels, weights):
 
 
 def roc_of(labels, scores, weights) -> float:
-    """The area under TF's curve: of 200 thresholds, the outermost ones beyond 0, 1."""
+    """The area under the curve of TF's 200 thresholds, two of them outside [0, 1]."""
     thresholds = np.concatenate([[-1e-7], np.arange(1, 199) / 199, [1 + 1e-7]])
     is_above = scores[None] > thresholds[:, None]
     rates = [
@@ -205,10 +205,10 @@ def test_two_classes(tmp_path) -> None:
         "recall": (hit * w).sum() / (y * w).sum(),
         "global_step": 8,
     }
-    # Interpolated between 200 thresholds, where scikit-learn's has steps.
+    # Keras interpolates between 200 thresholds; scikit-learn's curve has steps.
     pr = average_precision_score(y, p, sample_weight=w)
     assert results.pop("auc_precision_recall") == pytest.approx(pr, abs=0.01)
-    # Sums of 120 in float32.
+    # Sums of 120 numbers in float32.
     assert results == pytest.approx(expected, rel=1e-5)
 
 

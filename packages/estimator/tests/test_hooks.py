@@ -59,7 +59,7 @@ def input_fn() -> Iterator[Any]:
 
 
 class Recorder(SessionRunHook):
-    """Writes down what is called, and what a step shows."""
+    """Records calls and fetched values."""
 
     def __init__(self, fetches: Any = None) -> None:
         self.calls: list[Any] = []
@@ -134,7 +134,7 @@ def test_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "replicax"):
         Estimator(model_fn, tmp_path, config).train(input_fn, hooks=hooks, steps=5)
     logged = [record.getMessage() for record in caplog.records]
-    # In the first step, and each time two or three further ones are done.
+    # Hooks log in the first step, and after two or three further steps.
     assert sum(m.startswith("largest = ") for m in logged) == 3
     assert sum(m.startswith("tensors[0] = ") for m in logged) == 3
     assert sum(", tensors[1] = " in m for m in logged) == 3
@@ -207,7 +207,7 @@ def test_listeners_may_end_training(tmp_path: Path) -> None:
     estimator.train(input_fn, steps=9, saving_listeners=[listener])
     assert listener.calls == [
         *(("before", 2), ("model.ckpt-2", 2), ("before", 4), ("model.ckpt-4", 4)),
-        # Once more, as one that is complete.
+        # The last save marks the input as finished.
         *(("before", 4), ("model.ckpt-4", 4)),
         ("end", 4),
     ]
@@ -299,10 +299,10 @@ def test_train_and_evaluate_evaluates_after_each_save(tmp_path: Path) -> None:
     assert done[0] is not None
     assert sorted(done[0]) == ["global_step", "loss", "mae"]
     assert list(read_eval_metrics(estimator.eval_dir())) == [3, 6, 7]
-    # The model itself is as it was; the estimator began with its weights.
+    # The estimator trains a copy of the model.
     for now, then in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(now, then)
-    # Again: nothing is left to train, and the result is the last one.
+    # A second call has nothing left to train, and returns the last results.
     again = train_and_evaluate(
         estimator,
         TrainSpec(columns, max_steps=7),
@@ -334,10 +334,10 @@ def test_a_keras_model_trains_as_with_train_on_batch(tmp_path: Path) -> None:
     assert len(alone.variables) == 8
     for variable in alone.variables:
         end = "/".join(variable.path.split("/")[-2:])
-        # Keras 3.16 puts the model's name in front, in a copy of a model.
+        # Keras 3.16 prefixes the variables of a copied model with the model's name.
         names = estimator.get_variable_names()
         (name,) = [x for x in names if f"/{x}".endswith(f"/{end}")]
-        # The same operations; XLA may order them differently.
+        # XLA may order the operations differently.
         np.testing.assert_allclose(
             estimator.get_variable_value(name),
             variable,

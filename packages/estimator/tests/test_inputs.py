@@ -22,7 +22,7 @@ def test_batches_may_span_epochs_and_the_last_is_short() -> None:
     ]
     assert [labels.tolist() for _, labels in batches][1] == [30, 40, 0]
     assert batches[1][0]["b"].tolist() == [[6, 7], [8, 9], [0, 1]]
-    assert len(list(input_fn())) == 4  # A fresh one each call.
+    assert len(list(input_fn())) == 4  # Each call returns a new iterable.
 
 
 def test_a_batch_may_be_larger_than_an_epoch() -> None:

@@ -1,4 +1,4 @@
-"""`RunConfig`: what a script reads of the cluster, and wrong values."""
+"""`RunConfig`: the task that a script reads, and wrong values."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Functions that make their variables anew on each trace, and mean the same ones."""
+"""Functions whose later traces reuse the variables of the first trace."""
 
 import random
 from typing import Any
@@ -15,7 +15,7 @@ from replicax_estimator.variable_reuse import VariableStore
 
 
 def calls(strategy: Any, function: Any) -> tuple[VariableStore, Any]:
-    """A step that calls `function` as one that makes its variables."""
+    """Return a store, and a step that calls `function` with this store."""
     store = VariableStore("the function")
 
     def step(x: Any) -> Any:
@@ -39,7 +39,7 @@ def test_later_traces_reuse_the_first_variables(strategy: Any) -> None:
 
     store, run = calls(strategy, function)
     kernel, bias = None, None
-    for step, rows in enumerate((4, 4, 6)):  # Another shape is another trace.
+    for step, rows in enumerate((4, 4, 6)):  # A new shape causes a new trace.
         x = np.ones((rows, 3), "float32")
         result = run(x)
         assert len(store.variables) == 3

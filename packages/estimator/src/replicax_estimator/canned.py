@@ -179,7 +179,7 @@ def _optimizer_class(identifier: str, name: str) -> Callable[..., keras.Optimize
 
 
 def _copier_of(optimizer: keras.Optimizer) -> Callable[[], keras.Optimizer]:
-    # Read now: in the model_fn the learning rate would be a variable from outside.
+    # A model_fn must not read the learning rate, a variable from outside: read it now.
     config = _remove_names(copy.deepcopy(optimizer.get_config()))
     from_config = type(optimizer).from_config
     # Keras changes the config that it reads.

@@ -30,7 +30,7 @@ _Activation: TypeAlias = str | Callable[[jax.Array], jax.Array]
 
 _LEARNING_RATE = 0.05
 
-_MOMENTUM = 0.999  # TF has it, as Keras' 0.99 diverged on some problems.
+_MOMENTUM = 0.999  # As TF; Keras' 0.99 diverges on some problems.
 
 
 class DNNPart(NetworkPart):
@@ -59,7 +59,7 @@ class DNNPart(NetworkPart):
         self._activation = keras.activations.get(activation_fn)
         self._dropout = dropout
         self._batch_norm = batch_norm
-        self._input_layer()  # Bad columns raise here, not in the first trace.
+        self._input_layer()  # Wrong columns raise here, not in the first trace.
         self.optimizer = optimizer_maker(
             optimizer, _LEARNING_RATE, f"{prefix}optimizer"
         )

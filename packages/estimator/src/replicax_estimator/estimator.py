@@ -218,7 +218,7 @@ class Estimator:
         try:
             training.run()
         except BaseException:
-            # The model in memory is newer than any checkpoint.
+            # The model in memory differs from the last checkpoint.
             self._models.pop(key, None)
             raise
 
@@ -304,7 +304,7 @@ class Estimator:
         all_hooks = list(hooks or ())
         for hook in all_hooks:
             hook.begin()
-        # A second generator that runs meanwhile makes another model.
+        # A concurrent second generator must make its own model.
         self._models.pop(key, None)
         try:
             for batch in predictions(model, source, restore, all_hooks):

@@ -24,7 +24,7 @@ _MEAN, _SUM = "sum_over_batch_size", "sum"
 
 _Metrics: TypeAlias = dict[str, keras.metrics.Metric]
 
-_NUM_THRESHOLDS = 200  # As TF; more would make the area under the curve more exact.
+_NUM_THRESHOLDS = 200  # As TF.
 
 
 def head_of(
@@ -88,7 +88,7 @@ class Head(abc.ABC):
             return EstimatorSpec(mode, predictions=predictions)
         losses = self.losses(labels, logits)
         weighted = losses if weights is None else losses * weights
-        # All replicas' batches have the same size: the mean of their means is the mean.
+        # Replicas' batches have equal sizes: the mean of the means is the global mean.
         reduce = jnp.sum if self.loss_reduction == _SUM else jnp.mean
         loss = reduce(weighted)
         if mode == ModeKeys.TRAIN:

@@ -97,7 +97,7 @@ def pandas_input_fn(
                 f"{caller}: x has the column {target_column!r}, the name of the "
                 "labels. Give another target_column, or drop the column from x."
             )
-        # Rows are paired by position: another index would pair others in silence.
+        # Rows are paired by position: different indices would give wrong labels.
         if not np.array_equal(x.index, y.index):
             raise ValueError(
                 f"{caller}: x and y must have the same index; got {x.index!r} and "

@@ -45,7 +45,7 @@ class LinearPart(NetworkPart):
     ) -> None:
         self.columns = as_columns(feature_columns, f"{prefix}feature_columns")
         self._combiner = sparse_combiner
-        self._layer(1)  # Bad columns raise here, not in the first trace.
+        self._layer(1)  # Wrong columns raise here, not in the first trace.
         rate = _LINEAR_RATE
         if optimizer is None:
             optimizer = "Ftrl"

@@ -75,7 +75,7 @@ class EstimatorModel:
 
     def _create_variables(self, features: Features, labels: Labels) -> None:
         spec = self._call(features, labels, writes=False)
-        if not hasattr(self, "spec"):  # Its objects own the variables.
+        if not hasattr(self, "spec"):  # Keep the layers of the variables.
             self.spec = spec
 
     def _call(

@@ -209,7 +209,7 @@ def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:
     in_program = list(preprocessor.in_program)
     for column in dict.fromkeys(column.host for column in preprocessor.columns):
         if isinstance(column, NumericColumn) and column.normalizer_fn is not None:
-            if column.dtype == "float64":  # A program would normalize float32.
+            if column.dtype == "float64":  # Programs have no float64.
                 raise ValueError(
                     f"export_saved_model: the normalizer_fn of {column.title} becomes "
                     "part of the program, which has no float64. Give the column the "

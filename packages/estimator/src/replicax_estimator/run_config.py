@@ -64,7 +64,7 @@ class RunConfig:
         if self.save_checkpoints_steps is None and self.save_checkpoints_secs is None:
             object.__setattr__(self, "save_checkpoints_secs", _DEFAULT_SECONDS)
         save_interval = (self.save_checkpoints_steps, self.save_checkpoints_secs)
-        Interval(*save_interval, "RunConfig: save_checkpoints")  # Raises if wrong.
+        Interval(*save_interval, "RunConfig: save_checkpoints")  # Raises ValueError.
         if self.log_step_count_steps is not None:
             Interval(self.log_step_count_steps, None, "RunConfig: log_step_count_steps")
         if self.keep_checkpoint_max is not None:

@@ -46,7 +46,7 @@ class InputPosition:
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Set the position from a checkpoint."""
-        # Rounded down: no batch is left out.
+        # Rounded down: training repeats batches rather than skip one.
         self.num_steps = int(state["num_batches"]) // self._num_replicas
 
 
@@ -70,7 +70,7 @@ class _TrainingState(rx.Checkpoint):
                 if model.is_optimizer_state(variable)
             ]
             if status.missing and sorted(status.missing) == sorted(state):
-                # The checkpoint is from a training with parameter servers.
+                # Checkpoints of trainings with parameter servers have no such state.
                 _logger.warning(
                     "Estimator: %s has no optimizer state; it starts from zero.", path
                 )

@@ -165,7 +165,7 @@ class LoggingTensorHook(SessionRunHook):
         at_end: bool = False,
         formatter: Callable[[dict[str, np.ndarray]], str] | None = None,
     ) -> None:
-        if not isinstance(tensors, Mapping):  # Arrays have no names: count them.
+        if not isinstance(tensors, Mapping):  # Number the arrays, which have no names.
             tensors = {
                 value if isinstance(value, str) else f"tensors[{i}]": value
                 for i, value in enumerate(tensors)

@@ -164,7 +164,7 @@ class Training(Loop):
         self.start_hooks()
         self._loop(steps, self._first_item(steps, first), saver, last)
         model.finalize()
-        self._position.num_steps = 0  # The next call restarts the input.
+        self._position.num_steps = 0  # The next call begins its input again.
         self.is_over = True
         self._save(saver, wait=True)
         for hook in self.hooks:

@@ -134,7 +134,7 @@ class InputPipeline:
                 "labels) batches."
             )
         if isinstance(result, tuple | dict) or _is_array(result):
-            # A single batch, not a dataset. As in TF, training repeats it for ever.
+            # A single batch: as in TF, training repeats it for ever.
             endless = self._mode == ModeKeys.TRAIN
             return itertools.repeat(result) if endless else iter([result])
         return raw_batches(result)
@@ -174,7 +174,7 @@ def _group(
     replicas compute on copies, whose results do not count.
     """
     rows = (rx.input.split_global_batch(batch, 1).batch for batch in batches)
-    if num_replicas > 1:  # A dataset may fill the same arrays with its next batch.
+    if num_replicas > 1:  # A dataset may reuse the arrays of a batch.
         rows = (jax.tree.map(np.array, batch) for batch in rows)
     for _, alike in itertools.groupby(rows, _shapes):
         while step := list(itertools.islice(alike, num_replicas)):

@@ -16,7 +16,7 @@ SETTINGS = settings(max_examples=30)
 KEYS = st.text(max_size=5)
 SIZES = st.integers(1, 2**31 - 1)
 FLOATS = st.floats(allow_nan=False)
-TEXTS = st.text(st.characters(), max_size=6)  # Lone surrogates, too.
+TEXTS = st.text(st.characters(), max_size=6)  # Also lone surrogates.
 
 
 @st.composite

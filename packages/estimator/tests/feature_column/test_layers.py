@@ -85,7 +85,7 @@ def test_max_norm_clips_vectors() -> None:
 
 
 def gradients(layer, features):
-    """Of the sum of the layer's output, by its trainable variables."""
+    """Gradients of the sum of the layer's output."""
     layer(features)
 
     def loss(values):
@@ -118,7 +118,7 @@ def test_the_default_initializer() -> None:
     layer = fc.DenseFeatures(column)
     layer({"i": [0]})
     table = np.asarray(layer.variables[0])
-    # Truncated at two standard deviations, 0.25, which leaves 0.88 of one.
+    # Truncation at two standard deviations of 0.25 leaves 0.88 of the deviation.
     assert np.abs(table).max() <= 0.5 + 1e-6
     assert table.std() == pytest.approx(0.22, abs=0.01)
 
@@ -233,7 +233,7 @@ def test_wrong_layers(make, match) -> None:
 
 @pytest.fixture(scope="module")
 def diabetes():
-    """Ten measurements of 442 patients, and how their disease went on."""
+    """Ten measurements of 442 patients, and the progression of their disease."""
     table = load_diabetes(scaled=False)
     features = dict(zip(table.feature_names, table.data.T, strict=True))
     return features, (table.target / 100).astype("float32")[:, None]
@@ -241,7 +241,7 @@ def diabetes():
 
 @pytest.mark.slow
 def test_linear_model_learns_diabetes_on_replicas(diabetes) -> None:
-    """Buckets of age and BMI, sex, their cross, blood pressure: as least squares."""
+    """Sex, buckets of BMI, their cross and blood pressure: equal to least squares."""
     features, target = diabetes
     features = {
         **features,

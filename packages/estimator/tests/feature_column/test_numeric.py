@@ -104,7 +104,7 @@ def test_buckets_as_documented_by_tensorflow() -> None:
     assert (column.num_buckets, column.variable_shape) == (8, (2, 4))
 
 
-# XLA takes subnormal numbers for zero.
+# XLA treats subnormal numbers as zero.
 finite = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 
 

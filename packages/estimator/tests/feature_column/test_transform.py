@@ -1,4 +1,4 @@
-"""`features_of`, and what all columns have in common."""
+"""`features_of`, and properties of all columns."""
 
 import pickle
 
@@ -71,7 +71,7 @@ def test_transform_returns_the_arrays_of_outputs(column) -> None:
 
 def test_shared_hosts_are_transformed_once() -> None:
     arrays = fc.features_of(COLUMNS, FEATURES)
-    # Words by vocabulary and by hash are two; the indicator has the former.
+    # The vocabulary column and its indicator share an array; the hash has another.
     assert len(arrays) == 7
     assert set(INDICATOR.outputs) | set(EMBEDDING.outputs) | set(AGES.outputs) <= set(
         arrays

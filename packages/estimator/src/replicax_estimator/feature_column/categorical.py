@@ -138,7 +138,7 @@ class WeightedColumn(CategoricalColumn):
     def transform(self, features: RawFeatures) -> Mapping[str, Array]:
         """See the base class."""
         arrays = dict(self.categorical_column.transform(features))
-        ids = next(iter(arrays.values()))  # As wide as the weights.
+        ids = next(iter(arrays.values()))  # Their shape is the weights' shape.
         weights = read_numbers(
             features, self.weight_feature_key, ids.shape[1:], self.title
         )

@@ -121,7 +121,7 @@ class Column(abc.ABC):
 
     @functools.cached_property
     def _mark(self) -> str:
-        # A hash of all attributes: different columns of one key have the same name.
+        # Different columns of one key have the same name, but different attributes.
         text = _described(self).encode()
         return hashlib.blake2b(text, digest_size=3).hexdigest()
 

@@ -36,7 +36,7 @@ class _ColumnsLayer(keras.layers.Layer):
     """Base class of layers of columns, which it sorts by name as TF does."""
 
     def __init__(self, columns: Columns, **kwargs: Any) -> None:
-        # Boundaries and ids are exact in float32 only.
+        # Boundaries and ids need float32.
         super().__init__(autocast=False, **kwargs)
         caller = type(self).__name__
         listed = as_columns(columns, caller)
