@@ -27,17 +27,6 @@ def write(folder: Path, step: int = 0) -> Path:
     )
 
 
-@pytest.fixture
-def exported(tmp_path) -> Path:
-    return write(tmp_path)
-
-
-def test_a_checkpoint_is_no_saved_model(tmp_path) -> None:
-    path = rx.Checkpoint(step=1).write(tmp_path / "ckpt")
-    with pytest.raises(rx.CheckpointError, match="this folder holds a checkpoint"):
-        load_saved_model(path)
-
-
 def test_a_folder_without_saved_models_is_an_error(tmp_path) -> None:
     for path in (tmp_path, tmp_path / "x"):
         with pytest.raises(rx.CheckpointError, match="there is none at this path"):

@@ -103,19 +103,14 @@ def newest(path: Path) -> Path:
 def read(path: Path) -> Artifact:
     """Read a saved model and verify its checksums; CheckpointError names a bad file."""
     stored = storage.read(path)
-    if "saved_model" not in stored.values:
-        raise rx.CheckpointError(
-            f"saved model {os.fspath(path)}: this folder holds a checkpoint."
-        )
+    contents = stored.values["saved_model"]
     programs = {
         name: stored.arrays[_PROGRAMS + name].tobytes()
-        for name in stored.values["saved_model"]["signatures"]
+        for name in contents["signatures"]
     }
     variables = {
         name.removeprefix(_VARIABLES): array
         for name, array in stored.arrays.items()
         if name.startswith(_VARIABLES)
     }
-    return Artifact(
-        contents=stored.values["saved_model"], programs=programs, variables=variables
-    )
+    return Artifact(contents=contents, programs=programs, variables=variables)

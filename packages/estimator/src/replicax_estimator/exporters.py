@@ -71,7 +71,7 @@ class _SavedModelExporter(Exporter):
         self,
         name: str,
         serving_input_receiver_fn: Callable[[], ServingInputReceiver] | None,
-        exports_to_keep: int | None = None,
+        exports_to_keep: int | None = 5,
     ) -> None:
         caller = type(self).__name__
         self._receiver_fn = require_receiver_fn(serving_input_receiver_fn, caller)
@@ -106,10 +106,9 @@ class FinalExporter(_SavedModelExporter):
     Arguments are those of `LatestExporter`.
 
     Example:
-        >>> import keras, replicax as rx
-        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
-        ...     {"x": keras.KerasTensor((None, 3), "float32")}
-        ... )
+        >>> import numpy as np, replicax as rx
+        >>> features = {"x": np.ones((1, 3), "float32")}
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(features)
         >>> rx.estimator.FinalExporter("final", receiver_fn).name
         'final'
     """
@@ -119,7 +118,7 @@ class FinalExporter(_SavedModelExporter):
     def __init__(
         self, name: str, serving_input_receiver_fn: Callable[[], ServingInputReceiver]
     ) -> None:
-        super().__init__(name, serving_input_receiver_fn)
+        super().__init__(name, serving_input_receiver_fn, exports_to_keep=None)
 
 
 class LatestExporter(_SavedModelExporter):
@@ -131,21 +130,12 @@ class LatestExporter(_SavedModelExporter):
         exports_to_keep: Number of newest exports to keep; None: all.
 
     Example:
-        >>> import keras, replicax as rx
-        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
-        ...     {"x": keras.KerasTensor((None, 3), "float32")}
-        ... )
+        >>> import numpy as np, replicax as rx
+        >>> features = {"x": np.ones((1, 3), "float32")}
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(features)
         >>> rx.estimator.LatestExporter("latest", receiver_fn, exports_to_keep=2).name
         'latest'
     """
-
-    def __init__(
-        self,
-        name: str,
-        serving_input_receiver_fn: Callable[[], ServingInputReceiver],
-        exports_to_keep: int | None = 5,
-    ) -> None:
-        super().__init__(name, serving_input_receiver_fn, exports_to_keep)
 
 
 class BestExporter(_SavedModelExporter):
@@ -162,10 +152,9 @@ class BestExporter(_SavedModelExporter):
         eval_name: The name of the evaluations, as in `EvalSpec(name=...)`.
 
     Example:
-        >>> import keras, replicax as rx
-        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
-        ...     {"x": keras.KerasTensor((None, 3), "float32")}
-        ... )
+        >>> import numpy as np, replicax as rx
+        >>> features = {"x": np.ones((1, 3), "float32")}
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(features)
         >>> def is_more_accurate(best_eval_result, current_eval_result):
         ...     return current_eval_result["accuracy"] > best_eval_result["accuracy"]
         >>> exporter = rx.estimator.BestExporter(

@@ -128,6 +128,7 @@ class SessionRunContext:
 
     Attributes:
         session: The step's training or evaluation loop, with `global_step`, an int.
+        stop_requested: Whether a hook has requested a stop after this step.
 
     Example:
         >>> import replicax as rx
@@ -143,16 +144,11 @@ class SessionRunContext:
 
     def __init__(self, session: HookSession) -> None:
         self.session = session
-        self._stops = False
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether a hook has requested a stop after this step."""
-        return self._stops
+        self.stop_requested = False
 
     def request_stop(self) -> None:
         """Stop after this step. With several workers, all of them stop."""
-        self._stops = True
+        self.stop_requested = True
 
 
 class SessionRunHook:
