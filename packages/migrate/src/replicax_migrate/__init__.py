@@ -1,25 +1,27 @@
 """Ports `tf.distribute` scripts by rewriting their syntax trees: `replicax migrate`.
 
-One script. `port` parses the text into a `Script` (`script`): the syntax tree of
-LibCST with resolved names (`names`), reaching definitions (`flow`, `origins`) and the
-findings. Planners run first. Each looks at the whole script and plans what is ported
-together or not at all, such as a pipeline (`pipelines`), sessions (`sessions`), losses
-of probabilities (`logits`, `last_layers`), names of outputs (`outputs`) or training
-steps (`training`). Then `rewrite` visits the tree once, and replaces each node by its
-plan, by a rewrite rule or by the tables. `imports` comes last.
+`x = tf.reduce_sum(y)` becomes `x = keras.ops.sum(y)`. `port` does this in three steps:
 
-Notebooks. `notebooks` makes one script of a notebook's code cells, and splits its port.
+1. It parses the text into a `Script` (`script`): the syntax tree of LibCST, the imports
+   behind each name (`names`), and the values of variables (`flow`, `values`, `kinds`).
+2. Analysis passes, the functions `plan_*`, look at the whole script. Each returns
+   `Edits` (`edits`) of nodes that are ported together or not at all: a `tf.data`
+   pipeline, a session, a model with its loss, a training step.
+3. `rewrite` visits the tree once. It replaces each node by its edit, by a rule, or by a
+   row of the tables. `imports` replaces the imports last.
 
-Tables and rules. `tables.toml` has the data: names whose parameters correspond one by
-one, keywords, texts of calls, lists of names, and what reports say. A rule (`rules`)
-ports a call that needs more than a row: those in `calls`, `arrays`, `host`,
-`keras_calls`, `optimizer_calls`, `compile_calls`, `methods` and `sources`. `members`
-ports attributes, and `layer_names` names with slashes. A rule raises `Unported` where
-it is not sure: the expression stays unchanged, and a comment above the statement gives
-the reason.
+These words have one meaning everywhere:
 
-The check. `check` runs `first_step` in a process of its own, which executes the ported
-script up to its first training step.
+- path: a name of TensorFlow without `tf.`, such as `"math.reduce_sum"`.
+- target: what a path becomes, such as `"keras.ops.sum"`. `tables.toml` has the targets.
+- rule: a function that ports a call or an attribute for which a row is not enough. It
+  raises `Unported` if it is not sure; the node then stays, below a comment, its mark.
+- finding: a line of the report. Something is *left* to port by hand, or a *note* says
+  that the port behaves differently.
+- host function: a function that an input pipeline maps, and that runs on NumPy arrays.
+
+`notebooks` joins the cells of a notebook to one script. `check` executes a ported
+script up to its first training step, in a process of its own (`first_step`).
 """
 
 from replicax_migrate.notebooks import port_notebook

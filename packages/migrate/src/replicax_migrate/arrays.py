@@ -1,7 +1,7 @@
-"""Rules for calls that compute arrays on devices.
+"""Rules for calls that compute arrays on devices, where a row is not enough.
 
-They cover calls that need more than a row of the tables: constants, casts, random
-numbers, products of matrices, images.
+`tf.matmul(a, b, transpose_b=True)` becomes
+`keras.ops.matmul(a, keras.ops.swapaxes(b, -1, -2))`.
 """
 
 import itertools
@@ -62,7 +62,7 @@ def _variable(site: CallSite) -> Expression:
 
 
 def _in_build(script: Script, node: cst.CSTNode) -> bool:
-    """Whether Keras traces a node: it is in `build` or `call` of a layer or model."""
+    """Whether a node is in the `build` or `call` of a layer, which Keras traces."""
     function = script.function_of(node)
     if function is None or function.name.value not in {"build", "call"}:
         return False
@@ -71,7 +71,7 @@ def _in_build(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _cast(site: CallSite) -> Expression:
-    """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, a number of Python."""
+    """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, an integer of Python."""
     script = site.script
     value, dtype = site.original(0, "x"), site.original(1, "dtype")
     size = script.flow.resolve(value)
@@ -90,7 +90,7 @@ def _where(site: CallSite) -> Expression:
 
 
 def _split(site: CallSite) -> Expression:
-    """Port `tf.split` to a number of parts, or sizes in sight to positions."""
+    """Port `tf.split`; Keras takes positions in place of literal sizes."""
     sizes = site.script.resolved_arg(site.node, 1, "num_or_size_splits")
     call = by_row(site)
     if isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
@@ -105,7 +105,7 @@ def _split(site: CallSite) -> Expression:
 
 
 def _matmul(site: CallSite) -> Expression:
-    """Port `matmul`, with `swapaxes` of what it transposes."""
+    """Port `matmul`, with `swapaxes` of arguments that it transposes."""
     for i, name in enumerate("ab"):
         site.required(i, name)
         flag = site.ported(i + 2, f"transpose_{name}")
@@ -118,7 +118,7 @@ def _matmul(site: CallSite) -> Expression:
 
 
 def _normalized(site: CallSite) -> Expression:
-    """Port `tf.nn.batch_normalization`, whose moments may have any shape."""
+    """Port `tf.nn.batch_normalization` to its formula."""
     names = ["x", "mean", "variance", "offset", "scale", "variance_epsilon", "name"]
     arguments = {name: arg.value for name, arg in bind_ported(site, names).items()}
     if not {*names[:6]} <= {*arguments}:
@@ -156,7 +156,7 @@ def _random(site: CallSite) -> Expression:
 
 
 def resize(site: CallSite) -> Expression:
-    """Port `tf.image.resize` of TensorFlow 2; results are float32 but for nearest."""
+    """Port `tf.image.resize` of TensorFlow 2, whose results are float32."""
     script, call = site.script, by_row(site)
     value = kwarg_value(call, "interpolation") or script.string("bilinear")
     name = script.names.tf_path(value)  # None if the argument is ported already.

@@ -1,7 +1,8 @@
-"""Ports calls of TensorFlow's functions by the tables and by rules.
+"""Finds the rule for each call of a TensorFlow function.
 
-The rules here are those for the runtime, such as printing and devices. Other modules
-have those for arrays and Keras.
+The rules of this module are for the runtime: `tf.print(x)` becomes
+`jax.debug.print("{}", x)` in a compiled step. Other modules have those for arrays and
+Keras.
 """
 
 import libcst as cst
@@ -41,22 +42,22 @@ WITH_ORIGINAL_ARGS = (
     "config.set_logical_device_configuration",
     "config.experimental.set_virtual_device_configuration",
 )
-"""Functions whose rules need the original arguments, not the ported ones."""
+"""Functions whose rules need the original arguments."""
 _SEEDED = ("keras.initializers.", "keras.layers.", "keras.random.")
 
 
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
-    """Whether a rule or a row of the tables ports a call where it stands."""
+    """Whether a rule or a row ports a call, in a pipeline or on devices."""
     return path in (_HOST_RULES if script.runs_on_host(node) else _RULES)
 
 
 def port_call(
     script: Script, node: cst.Call, updated: cst.Call, path: str
 ) -> Expression:
-    """Port a call of `tf.<path>` by its rule or its row of the tables.
+    """Port a call of `tf.<path>` by its rule.
 
     Raises:
-        Unported: If it must stay as it is.
+        Unported: If the call must stay.
     """
     on_host = script.runs_on_host(node)
     rules = _HOST_RULES if on_host else _RULES
@@ -70,7 +71,7 @@ def port_call(
 def report_differences(
     script: Script, node: cst.Call, result: Expression, path: str
 ) -> None:
-    """Report arguments that a target in Keras 3 understands otherwise."""
+    """Report arguments whose meaning Keras 3 has changed."""
     for reason in keras_calls.problems(script, node, path):
         script.leave(node, reason)
     target = find_target(path)
@@ -96,18 +97,18 @@ def _print(site: CallSite) -> Expression:
         raise Unported("tf.print of `*` arguments stays: use jax.debug.print")
     if not is_traced(site.script, site.node):
         return site.with_args(port_keywords(site, "print"), func="print")
-    texts, shown = [], []
+    texts, printed = [], []
     for value in values:
         if isinstance(value, cst.SimpleString):
             texts.append(string_of(value).replace("{", "{{").replace("}", "}}"))
         else:
             texts.append("{}")
-            shown.append(value)
+            printed.append(value)
     text = " ".join(texts)
     is_plain = '"' not in text and "\\" not in text
     code = repr(text).replace("'", '"') if is_plain else repr(text)
     site.note("jax.debug.print prints once for each replica, and in a tape twice")
-    args = [cst.Arg(value) for value in (cst.SimpleString(code), *shown)]
+    args = [cst.Arg(value) for value in (cst.SimpleString(code), *printed)]
     return cst.Call(site.script.expression("jax.debug.print"), args)
 
 
@@ -125,7 +126,7 @@ def _device(site: CallSite) -> Expression:
 
 
 def _old_loss(site: CallSite) -> Expression:
-    """Refuse a mean loss of TensorFlow 1, which Keras has for single examples."""
+    """Refuse the loss of TensorFlow 1: it is a mean, that of Keras is not."""
     is_new = any(has_keyword(arg, "y_true", "y_pred") for arg in site.node.args)
     if site.script.is_of_version_1(site.node) and not is_new:
         raise site.refusal("call a loss object of keras.losses: TF 1 has the mean")
@@ -141,7 +142,7 @@ def _logical_devices(site: CallSite) -> Expression:
 
 
 def _length(node: Expression | None) -> Expression | None:
-    """The length of `[x]`, `[x] * n` or `[x for _ in range(n)]`; None for others."""
+    """The length of `[x]`, `[x] * n` or `[x for _ in range(n)]`; else None."""
     match node:
         case cst.List():
             return cst.Integer(str(len(node.elements)))
@@ -168,7 +169,7 @@ _INITIALIZERS = [
 
 
 def _initializer(site: CallSite) -> Expression:
-    """Port a random initializer; one with the default scale of TensorFlow 1 stays."""
+    """Port a random initializer; the default scale of TensorFlow 1 is refused."""
     name = "maxval" if "uniform" in site.path else "stddev"
     if site.script.is_of_version_1(site.node) and site.original(1, name) is None:
         raise Unported(f"{name} is 1 in TensorFlow 1, 0.05 in Keras 3: write {name}=")

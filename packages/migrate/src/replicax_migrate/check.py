@@ -1,4 +1,4 @@
-"""Runs a ported script up to its first training step, and reports what fails there."""
+"""Runs a ported script up to its first training step, and reports its error."""
 
 import contextlib
 import difflib
@@ -25,7 +25,7 @@ _IN_CLUSTER = (
     *("--workers", "1", "--ps", "1", "--max-restarts", "0", "--grace-seconds", "1"),
 )
 """Starts a worker and a parameter server, each with the script."""
-# With filtering JAX adds lines to errors' texts.
+# JAX adds lines to the texts of errors if it filters tracebacks.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
 
 
@@ -38,18 +38,18 @@ def check(
 ) -> tuple[Status, Finding]:
     """Run a ported script on two CPU devices, in a process of its own.
 
-    One whose variables are on parameter servers runs as a worker beside a server.
+    A script with `ParameterServerStrategy` runs in a cluster of a worker and a server.
 
     Args:
-        path: Where the original is. Modules beside it can be imported.
-        original: The original's text, for its line numbers.
-        ported: The ported texts of the original, and of modules beside it.
+        path: The path of the original. The script can import modules of its folder.
+        original: The text of the original, for line numbers.
+        ported: By path, the ported texts of the original and of other modules.
         arguments: Command-line arguments of the script.
-        limit_seconds: A script that takes longer is ended.
+        limit_seconds: The time after which the script is ended.
 
     Returns:
-        The exit status, and why it is not 0, by line of the original. A module without
-        a training step that another of the ported scripts imports runs with that one.
+        The exit status, and the reason if it is not 0, by line of the original. A
+        module that does not train has status 0 if another ported script imports it.
     """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / path.name
@@ -81,12 +81,10 @@ def check(
 def _run(
     command: list[str], folder: str, outcome: Path, limit_seconds: float
 ) -> str | None:
-    """Run Python with a command line until it has written its outcome, or has ended.
-
-    All processes that it has started are ended.
+    """Run Python until it writes the outcome, ends, or takes too long; then end it.
 
     Returns:
-        What it printed on standard error; None if it took too long.
+        The text on standard error; None if Python was still running.
     """
     search = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     deadline = time.monotonic() + limit_seconds
@@ -125,5 +123,9 @@ def _original_line(original: str, ported: str, line: int) -> int:
     matcher = difflib.SequenceMatcher(a=before, b=after, autojunk=False)
     for _, a_start, a_end, b_start, b_end in matcher.get_opcodes():
         if b_start <= line - 1 < b_end:
-            return min(a_start + line - 1 - b_start, max(a_end - 1, a_start)) + 1
+            if a_end - a_start == b_end - b_start:
+                return a_start + line - b_start
+            replaced = before[a_start:a_end]
+            close = difflib.get_close_matches(after[line - 1], replaced, 1, 0)
+            return a_start + (replaced.index(close[0]) if close else 0) + 1
     return line

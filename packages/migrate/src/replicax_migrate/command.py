@@ -21,7 +21,7 @@ __all__ = ["Status", "migrate"]
 
 
 class Status(enum.IntEnum):
-    """The exit status of the command. That of several scripts is the worst one."""
+    """The exit status of the command; of several scripts, the worst."""
 
     RUN = 0
     """Every name is ported, and the first training step was executed."""
@@ -139,7 +139,7 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool, ports: _Ports) -> 
 
 
 def _ported(file: str) -> "tuple[bytes, Ported] | str":
-    """The text of a script and its port, or what is wrong with the text."""
+    """The text of a script and its port, or an error message."""
     from libcst import ParserSyntaxError
 
     from replicax_migrate import port, port_notebook
@@ -162,7 +162,7 @@ def _ported(file: str) -> "tuple[bytes, Ported] | str":
 
 
 def _replace(path: Path, text: bytes) -> None:
-    """Replace a file as a whole; its mode stays."""
+    """Replace a file at once; keep its mode."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(text)
     shutil.copymode(path, new)
@@ -172,7 +172,7 @@ def _replace(path: Path, text: bytes) -> None:
 def _check(
     ports: _Ports, arguments: Sequence[str], limit_seconds: float
 ) -> dict[str, Status]:
-    """Run the scripts of which nothing is left; return their statuses."""
+    """Run the scripts that are wholly ported; return their statuses."""
     from replicax_migrate.check import check
     from replicax_migrate.notebooks import in_cells
 
@@ -183,15 +183,15 @@ def _check(
             typer.echo(f"{file}: not checked, as something is left", err=True)
             continue
         original = _code(file, source)
-        status, found = check(_path(file), original, texts, arguments, limit_seconds)
+        status, error = check(_path(file), original, texts, arguments, limit_seconds)
         statuses[file] = status
         if status is Status.RUN:
             typer.echo(f"{file}: checked", err=True)
             continue
         if _is_notebook(file):
-            (found,) = in_cells([found], original)
+            (error,) = in_cells([error], original)
         what = "check" if status is Status.LEFT else "not checked"
-        typer.echo(f"{file}:{found.place}: {what}: {found.reason}", err=True)
+        typer.echo(f"{file}:{error.place}: {what}: {error.reason}", err=True)
     return statuses
 
 

@@ -1,7 +1,8 @@
-"""Ports what `compile` and methods such as `fit` get, and labels that would widen.
+"""Ports the arguments of `compile` and `fit`, and the labels in losses and metrics.
 
-Keras 3 passes metrics labels `[n]` as they are, which broadcast with predictions
-`[n, 1]` to `[n, n]`: that computes other numbers and no error.
+`model.fit_generator(data)` becomes `model.fit(data)`. A loss or metric of the script
+gets a first line that reshapes labels `[n]` to `[n, 1]`: Keras 3 does not, and
+broadcasts them with predictions `[n, 1]` to `[n, n]`, without an error.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,7 @@ def port_compile(site: CallSite) -> Expression:
         _makes_masking_layer(site.script, call) for call in site.script.calls
     ):
         site.note(MESSAGES["masked_metrics"])
-    # Keras 3 has the weights of losses third.
+    # In Keras 3 `loss_weights` is the third parameter.
     return site.with_args(
         port_keywords(site.name_args(ARGUMENTS["compile"], 2), "compile")
     )
@@ -54,11 +55,11 @@ def port_fit(site: CallSite) -> Expression:
 
 
 def plan_metrics(script: Script) -> Edits:
-    """Plan to widen labels in metrics and losses of the script, as TensorFlow does."""
+    """Plan to reshape labels in losses and metrics, as TensorFlow does."""
     edits = Edits()
     for call in (c for c in script.calls if method_name(c) == "compile"):
         loss = arg_value(call, 1, "loss")
-        for part in flat_losses(script, loss):  # Keras widens the labels of functions.
+        for part in flat_losses(script, loss):  # Keras reshapes for functions.
             _plan_labels(script, edits, methods_named(script, part, "call"))
         is_wide = "categorical" in script.code(loss).lower() if loss else False
         for metric in flat_losses(script, arg_value(call, 2, "metrics")):
@@ -70,7 +71,7 @@ def plan_metrics(script: Script) -> Edits:
 
 
 def _does_not_widen_labels(script: Script, metric: Expression) -> bool:
-    """Whether a metric is one of Keras that does not widen labels."""
+    """Whether a metric is one of Keras that does not reshape labels."""
     path = (
         script.called_path(metric) or script.names.tf_path(metric) or string_of(metric)
     )
@@ -85,7 +86,7 @@ def _does_not_widen_labels(script: Script, metric: Expression) -> bool:
 def _plan_labels(
     script: Script, edits: Edits, functions: Iterable[cst.FunctionDef]
 ) -> None:
-    """Plan to widen the labels that losses or metrics get, in their first line."""
+    """Plan to reshape the labels in the first line of losses or metrics."""
     for function in functions:
         names = [p.name.value for p in function.params.params]
         labels, *rest = names[1:] if names[:1] == ["self"] else names
@@ -97,7 +98,7 @@ def _plan_labels(
 def flat_losses(
     script: Script, node: Expression | None, resolved: bool = False
 ) -> list[Expression]:
-    """The losses or metrics in nested lists and dicts, as `compile` takes them."""
+    """The losses or metrics in the nested lists and dicts that `compile` gets."""
     if node is None:
         return []
     node = script.flow.resolve(node) if resolved else node
@@ -120,7 +121,7 @@ def _metric_functions(script: Script, node: Expression) -> Iterator[cst.Function
 
 
 def _needs_wide_labels(script: Script, function: cst.FunctionDef, name: str) -> bool:
-    """Whether a function uses labels in other ways than to flatten them by Keras."""
+    """Whether a function uses labels, and not only in functions of any shape."""
     uses = [n for n in walk(function.body) if is_name(n, name)]
     called = (script.called_path(script.call_of_arg(n)) for n in uses)
     return not all(path.startswith(NAMES["functions_of_any_shape"]) for path in called)

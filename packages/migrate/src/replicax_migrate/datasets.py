@@ -1,4 +1,8 @@
-"""Finds the datasets of a script, and groups those that are derived from each other."""
+"""Finds the datasets of a script, and groups datasets that are made from each other.
+
+`a = tf.data.Dataset.range(9)` and `b = a.map(f).batch(3)` are one group, with the
+source `range` and the operators `map` and `batch`.
+"""
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -29,18 +33,18 @@ from replicax_migrate.values import (
 __all__ = ["PipelineGroup", "find_groups"]
 
 _Ancestors: TypeAlias = AbstractSet[cst.CSTNode | Definition]
-"""All that a dataset is made from: expressions, and definitions of unknown origin."""
+"""All expressions and definitions that a dataset is made from."""
 
 
 @dataclass(eq=False)
 class PipelineGroup:
-    """Datasets derived from each other, which are ported together or not at all.
+    """Datasets that are made from each other.
 
     Attributes:
-        sources: Calls of `tf.data` that make datasets, with their paths.
-        operators: Calls of methods, in the order of the text.
-        unknown: Expressions of unknown origin that are taken for datasets.
-        foreign: Calls of packages that need TensorFlow.
+        sources: Calls that make datasets of data, each with its path.
+        operators: Calls of methods of datasets, in the order of the text.
+        unknown: Expressions that are taken for datasets only by their use.
+        foreign: Calls of `tfds.load`.
     """
 
     sources: list[tuple[cst.Call, str]] = field(default_factory=list)
@@ -50,12 +54,12 @@ class PipelineGroup:
 
     @property
     def is_stream(self) -> bool:
-        """Whether a source is a reader of Keras, which yields a stream of batches."""
+        """Whether a source is a reader of Keras, which yields batches."""
         return any(path in READERS for _, path in self.sources)
 
 
 def find_groups(script: Script) -> list[PipelineGroup]:
-    """The groups of datasets that are ported together or not at all."""
+    """The groups of datasets that are made from each other."""
     groups: list[_Ancestors] = []
     for call in script.calls:
         if _is_operator(call) or _creates_dataset(script, call):
@@ -107,7 +111,7 @@ def _is_dataset(script: Script, chain: _Ancestors) -> bool:
 
 
 def _looks_like_one(script: Script, call: Expression) -> bool:
-    """Whether a method chain on an unknown object can only be a dataset's."""
+    """Whether only a dataset can have the methods that are called on an object."""
     used: set[str] = set()
     node = call
     while _is_operator(node):
@@ -145,7 +149,7 @@ def _ancestors(script: Script, node: Expression) -> _Ancestors:
 
 
 def _direct_ancestors(script: Script, node: Expression) -> list[Expression]:
-    """What a dataset is made from, one step back."""
+    """The expressions that a dataset is made from, one step back."""
     match node:
         case cst.Call() if _is_operator(node):
             return [object_of(node), *_operands(script, node)]
@@ -153,7 +157,7 @@ def _direct_ancestors(script: Script, node: Expression) -> list[Expression]:
             return [*_operands(script, node)]
         case cst.Subscript():
             return direct_values(script, node) or [node.value]
-    # Of `train, test = load()` the call counts, where it does not show its elements.
+    # For `train, test = load()`, the call itself if its elements are unknown.
     unpacked = (v for d in definitions(script, node) for v in d.values)
     values = direct_values(script, node) or unpacked
     return [*values, *_returned_by_methods(script, node)]
@@ -170,7 +174,7 @@ def _operands(script: Script, node: cst.Call) -> Iterator[Expression]:
 
 
 def _returned_by_methods(script: Script, node: Expression) -> Iterator[Expression]:
-    """What a method of the script returns, or a property."""
+    """The values that a method or property of the script returns."""
     is_call = isinstance(node, cst.Call)
     name = method_name(node) if is_call else attr_of(node)
     for function in script.functions(name) if name else ():

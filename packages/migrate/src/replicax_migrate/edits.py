@@ -1,4 +1,4 @@
-"""Plans: what planners want changed in a script, which the rewriter carries out."""
+"""The edits that analysis passes return, and that the rewriter applies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -11,26 +11,26 @@ __all__ = ["Edits"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edits:
-    """What a planner wants changed, by nodes of the original.
+    """The edits of one pass, by nodes of the original tree.
 
-    A planner fills a plan of its own and returns it. `|` joins plans; where both have
-    one thing for a node, that of the right one counts.
+    `a | b` joins the edits of two passes. For a node that both replace, `b` wins.
 
     Attributes:
-        replacements: Functions from a node with ported children to its replacement.
-        unchanged: Nodes that stay as they are, with all that is in them.
-        wrappers: Templates, such as `"keras.ops.softmax({x})"`, that are applied to the
-            port of a call or an operation.
-        arg_keywords: Keywords for arguments by position.
-        dropped_args: Arguments that are removed.
-        appended_args: Arguments that are appended to calls.
-        lines_above: Lines above statements.
-        first_lines: Lines that blocks begin with.
+        replacements: By node, a function from the node with ported children to its
+            replacement.
+        unchanged: Nodes that the rewriter does not visit.
+        wrappers: By expression, a template such as `"keras.ops.softmax({x})"` for its
+            port.
+        arg_keywords: By positional argument, the keyword that it gets.
+        dropped_args: Arguments to remove.
+        appended_args: By call, an argument to append.
+        lines_above: By statement, lines of code to insert above.
+        first_lines: By block, a line of code to insert at its start.
         new_names: Names that inserted lines bind.
-        generators: Names of the random generators that calls use.
+        generators: By call, the name of the random generator that it uses.
         host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
         traced_functions: Functions and lambdas that a strategy compiles.
-        kept_imports: Targets of the imported names that stay.
+        kept_imports: By imported name whose import stays, its target.
     """
 
     replacements: dict[cst.CSTNode, Callable[[Any], Any]] = field(default_factory=dict)
@@ -57,10 +57,10 @@ class Edits:
         return Edits(**joined)
 
     def remove(self, statement: cst.CSTNode) -> None:
-        """Remove a statement, without visiting it."""
+        """Remove a statement."""
         self.unchanged.add(statement)
         self.replacements[statement] = lambda updated: cst.RemoveFromParent()
 
     def insert_above(self, statement: cst.CSTNode, *lines: str) -> None:
-        """Insert lines above a statement."""
+        """Insert lines of code above a statement."""
         self.lines_above.setdefault(statement, []).extend(lines)

@@ -1,7 +1,7 @@
 """Gives file names of models and weights the suffixes that Keras 3 requires.
 
-A name gets the suffix where all that it may end with are literals, which name nothing
-else. Keras refuses the other names itself, and says which suffix it wants.
+`model.save("m")` becomes `model.save("m.keras")`. A name changes only if all its
+possible endings are literals that name nothing else. Keras refuses other names itself.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ _MODEL_SUFFIXES = (".keras", ".h5")
 _WEIGHT_SUFFIXES = (".weights.h5",)
 """Suffixes of files of weights alone."""
 _Path: TypeAlias = tuple[Expression, tuple[str, ...]]
-"""A file's name, and the suffixes to choose from; no suffixes where it is read."""
+"""The name of a file, and the suffixes that it may have; none if it is only read."""
 
 
 def plan_files(script: Script) -> Edits:
@@ -85,7 +85,7 @@ def _paths(script: Script) -> Iterator[_Path]:
 
 
 def _path_ends(script: Script, path: Expression) -> list[Expression]:
-    """A path, and the expressions that its last part may stand for."""
+    """A file name, and all expressions that it may end with."""
 
     def last_part(node: Expression) -> list[Expression]:
         if (
@@ -102,7 +102,7 @@ def _path_ends(script: Script, path: Expression) -> list[Expression]:
 
 
 def _argument_returned(script: Script, call: cst.Call, value: Expression) -> Expression:
-    """The argument of a call that what it returns ends with; else what it returns."""
+    """The argument that ends the result of a call; else the result `value`."""
     ends = set(_path_ends(script, value))
     for function in script.functions(last_name(call.func)):
         for position, param in enumerate(function.params.params):
@@ -114,7 +114,7 @@ def _argument_returned(script: Script, call: cst.Call, value: Expression) -> Exp
 
 
 def _literals(nodes: list[Expression]) -> list[cst.SimpleString]:
-    """The literals in a list, if no other expression of unknown text is in it."""
+    """The literals among nodes; none if one of the nodes has an unknown text."""
     unknown = (cst.FormattedString, cst.BinaryOperation, cst.Subscript)
     if any(isinstance(node, unknown) for node in nodes):
         return []
@@ -124,7 +124,7 @@ def _literals(nodes: list[Expression]) -> list[cst.SimpleString]:
 def _has_no_other_use(
     script: Script, path: Expression, path_nodes: set[Expression]
 ) -> bool:
-    """Whether the variables that a path ends with are used for known paths alone."""
+    """Whether the variables in a file name are only used in known file names."""
     reaching = [
         d for node in _path_ends(script, path) for d in script.flow.reaching(node)
     ]
@@ -133,7 +133,7 @@ def _has_no_other_use(
 
 
 def _is_shown(script: Script, use: cst.CSTNode) -> bool:
-    """Whether a path is only printed, or its folder or name is taken."""
+    """Whether a use prints a file name, or reads its folder or last part."""
     call = script.call_of_arg(use)
     name = dotted_name(call.func) if call is not None else None
     return name in {"print", "os.path.basename", "os.path.dirname"}

@@ -1,12 +1,15 @@
 """Runs a ported script on CPU devices until its training has executed a step.
 
-`check` starts `python -m replicax_migrate.first_step OUTCOME SCRIPT [ARGUMENT ...]`. A
-callback in the program of each optimizer's update notes that the update is executed.
-When an optimizer makes its second update, the first step and the reading of the next
-batch have succeeded: the process writes its outcome and exits.
+`check` starts `python -m replicax_migrate.first_step OUTCOME SCRIPT [ARGUMENT ...]`.
+The process writes the file OUTCOME, such as `[1, 9, "ValueError: ..."]`: the exit
+status, a line of the script, and the reason.
 
-In a cluster with a parameter server both tasks run it. The server makes the updates:
-it writes the outcome at the first one, the worker where it fails or ends before.
+A callback in the update of each optimizer counts the executed updates. At the second
+update the first step has ended and the next batch was read, so the process exits.
+
+In a cluster with a parameter server, the worker and the server run this module. The
+server makes the updates, and writes the outcome at the first update. The worker writes
+it if the script fails or ends before.
 """
 
 import functools
@@ -36,11 +39,11 @@ _STANDS_ON = ("grain", "jax", "keras", "numpy", "replicax", "tensorflow")
 
 
 class _Training:
-    """Counts the updates of optimizers as they are executed.
+    """Counts the executed updates of optimizers.
 
     Args:
-        reached: Called from a thread of JAX when training has got far enough.
-        is_server: One update suffices; else each is to be executed again.
+        reached: Called by a thread of JAX after enough updates.
+        is_server: Whether one update is enough; otherwise an optimizer needs two.
     """
 
     def __init__(self, reached: Callable[[], None], *, is_server: bool) -> None:
@@ -49,7 +52,7 @@ class _Training:
         self.counts = Counter[int]()
 
     def watch(self) -> None:
-        """Have all optimizers of Keras count their updates."""
+        """Patch all optimizers of Keras to count their updates."""
         owner = next(c for c in keras.Optimizer.__mro__ if "apply" in vars(c))
         original = owner.apply
         numbers = itertools.count()
@@ -66,7 +69,7 @@ class _Training:
 
     def _count(self, key: int) -> None:
         self.counts[key] += 1
-        # Each device calls it.
+        # Each device calls this method once for an update.
         if self._is_server or self.counts[key] > jax.local_device_count():
             self._reached()
 
@@ -113,27 +116,27 @@ def main() -> None:
 
 
 def _is_absence(error: BaseException) -> bool:
-    """Whether data, a package or an argument is absent, which the port cannot help."""
-    for each in _chain(error):
-        if isinstance(each, ModuleNotFoundError):
-            return not (each.name or "").startswith(_STANDS_ON)
-        if isinstance(each, OSError):
+    """Whether an error means that data, a package or an argument is missing."""
+    for cause in _chain(error):
+        if isinstance(cause, ModuleNotFoundError):
+            return not (cause.name or "").startswith(_STANDS_ON)
+        if isinstance(cause, OSError):
             return True
     # `argparse` exits with 2.
     return isinstance(error, SystemExit) and error.code == 2
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that led to it."""
+    """An error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _line(error: BaseException, script: str) -> int:
-    """The script's innermost line in the traceback of an error; 1 if it is in none."""
-    for each in _chain(error):
-        frames = traceback.walk_tb(each.__traceback__)
+    """The innermost line of the script in the traceback of an error; else 1."""
+    for cause in _chain(error):
+        frames = traceback.walk_tb(cause.__traceback__)
         lines = [line for frame, line in frames if frame.f_code.co_filename == script]
         if lines:
             return lines[-1]

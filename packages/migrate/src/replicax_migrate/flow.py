@@ -1,4 +1,7 @@
-"""Reaching definitions: the bindings of a variable that each use of it may see."""
+"""Reaching definitions: which bindings of a variable each use may see.
+
+After `x = a` and `if c: x = b`, a use of `x` is reached by both definitions.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,9 +25,9 @@ class Definition:
     """One binding of a variable.
 
     Attributes:
-        node: The name or `self.x` that is bound; of a function or class, its name.
-        values: The expressions that may be bound, as far as the script has them.
-        index: The position in the value, where `a, b = f()` unpacks one; else None.
+        node: The name or `self.x` that is bound.
+        values: The expressions that may be bound, as far as the script shows them.
+        index: In `a, b = f()`, the position of the name; else None.
     """
 
     node: cst.CSTNode
@@ -33,13 +36,14 @@ class Definition:
 
 
 class Flow:
-    """The definitions of a script, and those that reach each of its uses.
+    """The definitions in a script, and for each use those that reach it.
 
-    Statements are followed in order, branches merge, loops go round. A function sees
-    every binding of the variables around it, and an attribute of `self` every one.
+    The analysis follows statements in order, merges branches, and repeats loops once.
+    All bindings of an outer variable reach a use in a function, and all bindings of an
+    attribute of `self` reach each use in the class.
 
     Attributes:
-        definitions: All definitions, in the order in which they were found.
+        definitions: All definitions, in the order of the analysis.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Flow:
         return self._reaching.get(use, _NONE)
 
     def definition_of(self, node: cst.CSTNode) -> Definition | None:
-        """The definition that an assignment's target makes; None if it makes none."""
+        """The definition whose bound name is `node`; None if there is none."""
         return self._by_node.get(node)
 
     def attributes(self, owner: cst.ClassDef, name: str) -> list[Definition]:
@@ -88,13 +92,13 @@ class Flow:
         return self._uses.get(definition, [])
 
     def values(self, node: cst.CSTNode | None) -> list[cst.BaseExpression]:
-        """The expressions that a variable may stand for, as far as they are known."""
+        """The expressions that may be bound to a variable, as far as they are shown."""
         return [
             value for definition in self.reaching(node) for value in definition.values
         ]
 
     def value(self, node: cst.CSTNode | None) -> cst.BaseExpression | None:
-        """The one expression that a variable stands for; None if there may be more."""
+        """The only expression bound to a variable; None if there may be more."""
         match [
             (definition.values, definition.index) for definition in self.reaching(node)
         ]:
@@ -103,16 +107,16 @@ class Flow:
         return None
 
     def resolve(self, node: _Given) -> _Given | cst.BaseExpression:
-        """The one expression that a variable stands for; others as they are."""
+        """The only value of a variable; the node itself if there is no only value."""
         return self.value(node) or node
 
-    # Statements: each maps the environment before it to the one after it, which is None
-    # where control does not go on.
+    # Statements. Each method maps the environment before a statement to that after it,
+    # or to None if control flow does not reach the next statement.
 
     def _block(
         self, body: Sequence[cst.CSTNode], env: _Environment | None
     ) -> _Environment | None:
-        for statement in body:  # Unreachable statements are read, too.
+        for statement in body:  # Unreachable statements count, too.
             env = self._statement(statement, env if env is not None else {})
         return env
 
@@ -320,7 +324,7 @@ class Flow:
 
 
 def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """The children that evaluation reads: no keywords and names of attributes."""
+    """The children that evaluation reads: not keywords or names of attributes."""
     match node:
         case cst.Arg() | cst.Attribute():
             return [node.value]
@@ -335,7 +339,7 @@ def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
 def _arguments(
     parameters: Sequence[cst.Param], call: cst.Call
 ) -> Iterator[tuple[cst.Name, cst.BaseExpression]]:
-    """The names of parameters, each with what a call passes for it."""
+    """Pairs of parameter name and argument of a call."""
     named = {param.name.value: param.name for param in parameters}
     by_position = dict(enumerate(named.values()))
     for i, arg in enumerate(call.args):
@@ -345,11 +349,9 @@ def _arguments(
 
 
 def _merged(environments: Iterable[_Environment | None]) -> _Environment | None:
-    """The union of the environments of several branches; None if none goes on."""
-    alive = [env for env in environments if env is not None]
-    if not alive:
+    """The union of the environments after branches; None if all of them leave."""
+    live = [env for env in environments if env is not None]
+    if not live:
         return None
-    keys = dict.fromkeys(key for env in alive for key in env)
-    return {
-        key: frozenset(d for env in alive for d in env.get(key, ())) for key in keys
-    }
+    keys = dict.fromkeys(key for env in live for key in env)
+    return {key: frozenset(d for env in live for d in env.get(key, ())) for key in keys}

@@ -1,7 +1,7 @@
-"""Looks at functional models, whose tensors have no values yet.
+"""Reports `training=False` that a functional model ignores.
 
-A functional model of Keras before 3.16 calls its layers with its own `training`, so
-that `training=False` of `base(x, training=False)` is lost in `fit`.
+After `outputs = base(keras.Input(...), training=False)`, a functional model of Keras
+before 3.16 calls `base` with its own `training`, without an error.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
-    """The layers that a `Sequential` is given, and those that are added to it."""
+    """The layers in the call of a `Sequential`, and those that `add` appends."""
     uses = map(script.method_call, script.uses_of(sequential))
     added = sorted((c for c in uses if method_name(c) == "add" and c), key=script.line)
     value = arg_value(sequential, 0, "layers")
@@ -40,13 +40,13 @@ def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
 
 
 def report_functional(script: Script) -> None:
-    """Report calls with a `training=` that a functional model overrules in silence."""
+    """Report calls whose `training=` a functional model ignores."""
     for node in script.calls:
         if script.called_path(node):
             continue
         names = script.edits.arg_keywords
-        named_so = (a.value for a in node.args if names.get(a) == "training")
-        training = kwarg_value(node, "training") or next(named_so, None)
+        positional = (a.value for a in node.args if names.get(a) == "training")
+        training = kwarg_value(node, "training") or next(positional, None)
         inputs = arg_value(node, 0, "inputs")
         if training is None or is_name(training, "None") or inputs is None:
             continue
@@ -55,7 +55,7 @@ def report_functional(script: Script) -> None:
 
 
 def is_symbolic(script: Script, node: Expression) -> bool:
-    """Whether an expression is made from a `keras.Input`, or from a model's output."""
+    """Whether an expression is computed from a `keras.Input` or a model's output."""
     sources = reachable([node], lambda source: _computed_from(script, source))
     return any(_is_symbolic_source(script, source) for source in sources)
 
@@ -67,7 +67,7 @@ def _is_symbolic_source(script: Script, node: Expression) -> bool:
 
 
 def _computed_from(script: Script, node: Expression) -> Iterable[Expression]:
-    """What a tensor is computed from; nothing for sizes and Keras' objects."""
+    """The expressions that a tensor is computed from, one step back."""
     if not isinstance(node, cst.Call):
         return [*operands(node), *elements_of(node), *direct_values(script, node)]
     path = script.called_path(node)
@@ -77,9 +77,9 @@ def _computed_from(script: Script, node: Expression) -> Iterable[Expression]:
 
 
 def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
-    """Whether `training=False` changes nothing, because the model is frozen.
+    """Whether `training=False` has no effect: the model is frozen, without dropout.
 
-    Frozen batch normalization uses its moving statistics, and there is no dropout.
+    Frozen batch normalization uses its moving statistics.
     """
     model = script.flow.value(node.func)
     path, _, name = script.called_path(model).rpartition(".")

@@ -1,12 +1,12 @@
-"""Scales losses of a `train_step`, whose gradients TensorFlow sums over replicas.
+"""Scales the losses of a `train_step`, whose gradients TensorFlow sums over replicas.
 
-`fit` averages these gradients. A loss of the step's own, such as a `tf.reduce_mean`, is
-multiplied by the number of replicas where it is differentiated: the mean of such
-gradients is TensorFlow's sum. The value that the step logs stays.
+`tape.gradient(loss, v)` becomes
+`tape.gradient(loss * rx.get_strategy().num_replicas_in_sync, v)` if the step computes
+the loss itself, such as by `tf.reduce_mean`: `fit` of replicax averages gradients, and
+this average is TensorFlow's sum. The logged value stays.
 
-What `compute_loss`, losses of Keras and `compute_average_loss` return is left as it is.
-TensorFlow divides it by the number of replicas, and replicax gives it the scale that
-`fit` needs.
+Results of `compute_loss`, losses of Keras and `compute_average_loss` stay: TensorFlow
+divides them by the number of replicas, and replicax scales them for `fit`.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ from replicax_migrate.values import (
 __all__ = ["plan_gradient_sums"]
 
 _Term: TypeAlias = Literal["own", "scaled", "unknown"]
-"""Where a term of a loss is from: the script, a function that scales it, or unknown."""
+"""Who computes a term of a loss: the script, or a function that scales it."""
 _Terms: TypeAlias = frozenset[_Term]
 _NONE: _Terms = frozenset()
 _OWN: _Terms = frozenset(["own"])
@@ -76,7 +76,7 @@ def _steps(script: Script) -> list[cst.FunctionDef]:
 
 
 def plan_gradient_sums(script: Script) -> Edits:
-    """Plan factors on the losses of `train_step`s, or report what is not understood."""
+    """Plan factors on the losses of `train_step`s; report losses of unknown scale."""
     edits = Edits()
     steps = _steps(script)
     if not steps or not _may_have_replicas(script):
@@ -96,11 +96,11 @@ def plan_gradient_sums(script: Script) -> Edits:
 
 
 def _may_have_replicas(script: Script) -> bool:
-    """Whether a scope is of a strategy that may have several replicas."""
+    """Whether the script has a scope of a strategy that may have several replicas."""
     for block in scope_blocks(script):
-        makers = creations(script, strategy_of(script, block))
+        calls = creations(script, strategy_of(script, block))
         paths = {
-            script.called_path(c) if isinstance(c, cst.Call) else "" for c in makers
+            script.called_path(c) if isinstance(c, cst.Call) else "" for c in calls
         }
         if not paths.issubset(NAMES["strategies_of_one_replica"]):
             return True
@@ -118,10 +118,10 @@ def _plan_loss(
 
     Args:
         script: The script.
-        edits: Gets the factor.
+        edits: Receives the factor.
         call: A call of `tape.gradient`, or of `minimize` with a tape.
-        name: The keyword of the loss, its first argument.
-        changed: The call that applies the gradients, if they are changed before it.
+        name: The keyword of the loss, the first argument.
+        changed: The call that applies the gradients, if the step changes them before.
     """
     loss = arg_value(call, 0, name)
     terms = _terms(script, loss) if loss is not None else _UNKNOWN
@@ -146,10 +146,10 @@ def _times_replicas(script: Script, updated: cst.Arg) -> cst.Arg:
 
 
 def _gradients(script: Script, node: Expression) -> dict[cst.Call, bool]:
-    """The calls of `tape.gradient` whose results an expression has.
+    """The calls of `tape.gradient` whose results an expression contains.
 
     Returns:
-        By call, whether its result is changed on the way, such as clipped.
+        By call, whether the step changes the result on the way, such as clips it.
     """
 
     def sources(step: tuple[Expression, bool]) -> Iterator[tuple[Expression, bool]]:
@@ -168,7 +168,7 @@ def _gradients(script: Script, node: Expression) -> dict[cst.Call, bool]:
 def _gradient_sources(
     script: Script, node: Expression
 ) -> tuple[list[Expression], bool]:
-    """What the gradients in an expression come from, and whether it changes them."""
+    """The expressions that gradients come from, one step back; whether they change."""
     if isinstance(node, cst.Call):
         if values := [*returned_values(script, node)]:
             return values, False
@@ -191,7 +191,7 @@ def _gradient_sources(
 
 @ends_at_cycles(_NONE)
 def _terms(script: Script, node: Expression) -> _Terms:
-    """Where the terms of a loss are from; none of a number."""
+    """Who computes the terms of a loss; empty for a number."""
     if isinstance(node, cst.Call):
         return _terms_of_call(script, node)
     if isinstance(node, cst.IfExp):
@@ -246,7 +246,7 @@ def _terms_of_call(script: Script, node: cst.Call) -> _Terms:
 
 
 def _terms_of_result(script: Script, function: Expression) -> _Terms:
-    """The terms of what a call of a function, or of a loss of Keras, returns."""
+    """The terms of the result of a function, or of a loss of Keras."""
     if isinstance(function, cst.Lambda):
         return _terms(script, function.body)
     name = function.value if isinstance(function, cst.Name) else ""
@@ -259,14 +259,15 @@ def _terms_of_result(script: Script, function: Expression) -> _Terms:
 
 
 def _returned_by(script: Script, name: str) -> list[Expression]:
-    """What the functions and methods of a name return."""
+    """The values that all functions and methods `name` return."""
     return [r for f in script.functions(name) for r in values_returned_by(script, f)]
 
 
 def _passed_values(script: Script, node: Expression) -> list[Expression]:
-    """What callers pass for the parameter from which an expression comes.
+    """The arguments that callers pass for the parameter behind an expression.
 
-    An example is `self.loss_fn`, which `compile(self, loss_fn)` of a model sets.
+    For `self.loss_fn = loss_fn` in `def compile(self, loss_fn)`, these are the
+    arguments of `model.compile(...)`.
     """
     values = [v for d in definitions(script, node) for v in d.values]
     passed: list[Expression] = []
@@ -289,7 +290,7 @@ def _passed_values(script: Script, node: Expression) -> list[Expression]:
 
 
 def _terms_of_loss(script: Script, loss: Creation) -> _Terms:
-    """The terms of what a loss of Keras returns, by the call that makes the loss."""
+    """The terms of the result of a loss, by the call that makes the loss."""
     target = (
         find_target(script.called_path(loss)) if isinstance(loss, cst.Call) else None
     )
@@ -299,7 +300,7 @@ def _terms_of_loss(script: Script, loss: Creation) -> _Terms:
 
 
 def _is_unreduced(script: Script, loss: Expression) -> bool:
-    """Whether a call makes a loss that gives one value for each example."""
+    """Whether a call makes a loss with one value for each example."""
     if not isinstance(loss, cst.Call):
         return False
     reduction = kwarg_value(loss, "reduction")

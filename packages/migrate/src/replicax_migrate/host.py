@@ -1,10 +1,10 @@
-"""Ports functions that an input pipeline maps: to NumPy arrays, for Grain.
+"""Ports host functions: those that an input pipeline maps, and that run on NumPy.
 
-Functions that draw random numbers get the generator that Grain's `random_map` has for
-each example, as their last argument.
+`tf.cast(x, tf.float32)` becomes `x.astype("float32")`. A function that draws random
+numbers gets the generator of Grain's `random_map` as its last argument.
 
 A `StringLookup` of a list of words, which Keras makes with TensorFlow, becomes a
-dictionary. Words get the same indices: those of the list count from 1, others get 0.
+dictionary with the same indices: the words of the list count from 1, others get 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ _NO_COUNTERPART = "which has no counterpart in NumPy"
 
 
 def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
-    """The functions of the script that `map(node)` runs, with those that they call."""
+    """The functions of the script that `map(node)` runs, directly or not."""
     named = script.functions(last_name(partial_of(script, node) or node))
     return with_callees(script, [node] if isinstance(node, cst.Lambda) else named)
 
@@ -67,7 +67,7 @@ def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
 def partial_of(script: Script, node: Expression) -> Expression | None:
     """The function in `functools.partial(function, x=1)`; None for other expressions.
 
-    A partial with positional arguments is another expression.
+    `functools.partial(function, 1)` counts as another expression.
     """
     if not isinstance(node, cst.Call) or not node.args:
         return None
@@ -102,15 +102,15 @@ def _references(
             return ()
         return [node.value] if isinstance(node, cst.Attribute) else node.children
 
-    is_named = isinstance(function, cst.FunctionDef)
-    parts = [function.params, function.body] if is_named else function.children
+    is_def = isinstance(function, cst.FunctionDef)
+    parts = [function.params, function.body] if is_def else function.children
     for node in reachable(parts, inside):
         if (path := script.names.tf_path(node)) is not None:
             yield node, path
 
 
 def _name_problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
-    """Why a name of TensorFlow has no counterpart in NumPy; None if it has."""
+    """Why a name of TensorFlow cannot be ported to NumPy; None if it can."""
     call, target = script.call_of(node), EXACT.get(path)
     is_there = path.removeprefix("dtypes.") in NAMES["dtypes"] or path == "Tensor"
     if call is not None:
@@ -133,7 +133,7 @@ def _name_of(function: cst.CSTNode) -> str:
 
 
 def plan_copies(script: Script, edits: Edits, function: cst.CSTNode) -> None:
-    """Plan `image = image / 255` for `image /= 255`, which would change the dataset."""
+    """Plan `image = image / 255` for `image /= 255`, which would change the data."""
     if not isinstance(function, cst.FunctionDef):
         return
     parameters = {p.name.value for p in function.params.params}
@@ -145,15 +145,18 @@ def plan_copies(script: Script, edits: Edits, function: cst.CSTNode) -> None:
 def example_function(
     script: Script, node: Expression, updated: Expression, generator: str | None = None
 ) -> Expression | None:
-    """Port the function of `map` to one of a whole example; None if it is unknown.
+    """The ported function of `map`, with the example as one argument.
 
-    `tf.data` passes the parts of a tuple as arguments, Grain passes the tuple.
+    `tf.data` passes the elements of a tuple as arguments, Grain passes the tuple.
 
     Args:
         script: The script.
         node: The original function.
         updated: The ported one.
-        generator: The name of the last argument, a random generator, if it has one.
+        generator: The name of its last argument, a random generator, if it has one.
+
+    Returns:
+        The function; None if the number of its arguments is unknown.
     """
     others = [generator] if generator else []
     if isinstance(updated, cst.Lambda):
@@ -205,7 +208,7 @@ def _lambda_of_example(function: cst.Lambda, others: list[str]) -> cst.Lambda | 
 
 
 class _ElementsOfExample(cst.CSTTransformer):
-    """Replaces a lambda's parameters by elements of the example."""
+    """Replaces the parameters of a lambda by elements of the example."""
 
     def __init__(self, names: list[str], example: str) -> None:
         super().__init__()
@@ -228,7 +231,7 @@ class _ElementsOfExample(cst.CSTTransformer):
 
 
 def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CSTNode]:
-    """The functions among a `map`'s that draw random numbers, or call one that does."""
+    """The functions that draw random numbers, directly or not."""
 
     def draws(function: cst.CSTNode) -> bool:
         called = with_callees(script, [function])
@@ -319,7 +322,7 @@ _PORTED_VALUES["num_oov_indices"] = {"0", "1"}
 
 
 def plan_lookups(script: Script) -> Edits:
-    """Plan the port of `StringLookup` layers that only functions of pipelines call."""
+    """Plan the port of `StringLookup` layers that only host functions call."""
     edits = Edits()
     for call in script.calls:
         if script.called_path(call) in NAMES["lookups"]:
@@ -331,7 +334,7 @@ def plan_lookups(script: Script) -> Edits:
 
 
 def _plan_lookup(script: Script, edits: Edits, layer: cst.Call) -> None:
-    """Plan the port of a layer to a dictionary, if its words and uses are shown."""
+    """Plan the port of a layer to a dictionary, or raise `Unported`."""
     arguments = bind_args(layer.args, _LOOKUP_PARAMETERS)
     words = arguments.pop("vocabulary", None)
     if words is None or not _is_list(script, words.value):
@@ -364,28 +367,28 @@ def _is_list(script: Script, node: Expression) -> bool:
 
 
 def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
-    """The call of a layer at a use: in a pipeline's function, or of shown words."""
+    """The call of a layer, in a host function or with literal words."""
     call = script.call_of(use)
     if call is None or len(call.args) != 1:
         raise Unported("it is not called with words alone")
-    is_named_so = is_name(use, "word")  # The port's lambda has this parameter.
+    is_taken = is_name(use, "word")  # The parameter of the lambda in the port.
     words = _shown_words(script, call.args[0].value)
-    if is_named_so or (words is None and not script.runs_on_host(use)):
+    if is_taken or (words is None and not script.runs_on_host(use)):
         raise Unported("it is used outside of a pipeline")
     return call
 
 
 def _shown_words(script: Script, node: Expression) -> cst.List | None:
-    """The list in `["a"]` and `tf.constant(["a"])`; None for other expressions."""
+    """The literal list in `["a"]` or `tf.constant(["a"])`; else None."""
     if isinstance(node, cst.Call) and script.called_path(node) == "constant":
         node = node.args[0].value if len(node.args) == 1 else node
     return node if isinstance(node, cst.List) else None
 
 
 def _plan_lookup_call(script: Script, edits: Edits, call: cst.Call, item: str) -> None:
-    """Plan to port `lookup(x)` to the look-up of each word of an array."""
-    if shown := _shown_words(script, call.args[0].value):
-        edits.replacements[call.args[0].value] = lambda updated: shown
+    """Plan to port `lookup(x)` to a look-up of each word in an array."""
+    if literal := _shown_words(script, call.args[0].value):
+        edits.replacements[call.args[0].value] = lambda updated: literal
     edits.replacements[call] = lambda updated: script.template(
         f'np.vectorize(lambda word: {{lookup}}{item}, otypes=["int64"])'
         '(np.asarray({words}, "str"))',
@@ -429,7 +432,7 @@ _NORMAL_PARAMETERS = ("shape", "mean", "stddev", "dtype", "seed", "name")
 
 
 def _drawn(site: CallSite) -> Expression:
-    """Port a draw to `rng.uniform(low, high, shape)`, `rng.normal`, `rng.integers`."""
+    """Port to `rng.uniform(low, high, shape)`, `rng.normal` or `rng.integers`."""
     is_uniform = "uniform" in site.path
     names = _UNIFORM_PARAMETERS if is_uniform else _NORMAL_PARAMETERS
     arguments = bind_args(site.updated.args, names).items()
@@ -451,7 +454,7 @@ def _drawn(site: CallSite) -> Expression:
 
 
 def _draws_integers(site: CallSite) -> bool:
-    """Whether `tf.random.uniform` draws integers; refuses an unknown dtype."""
+    """Whether `tf.random.uniform` draws integers; an unknown dtype is refused."""
     script = site.script
     dtype_argument = bind_args(site.node.args, _UNIFORM_PARAMETERS).get("dtype")
     if dtype_argument is None or is_name(dtype_argument.value, "None"):

@@ -1,4 +1,7 @@
-"""Ports imports: replaces those of TensorFlow by those that the ported code needs."""
+"""Replaces imports of TensorFlow by the imports that the ported code needs.
+
+`import tensorflow as tf` becomes `import replicax as rx`, `import keras`...
+"""
 
 import itertools
 from collections import defaultdict
@@ -52,7 +55,7 @@ __all__ = ["plan_kept_imports", "ported_imports", "report_rebound", "uses_tensor
 def uses_tensorflow(module: cst.Module) -> bool:
     """Whether a module imports TensorFlow, or uses `tf` without importing it.
 
-    What Keras 3 does not have of the package `keras` counts as TensorFlow's.
+    Names of the package `keras` that Keras 3 lacks count as TensorFlow's.
     """
     imports = find(module, cst.Import, cst.ImportFrom)
     pairs = [pair for node in imports for pair in import_names(node)]
@@ -67,7 +70,7 @@ def uses_tensorflow(module: cst.Module) -> bool:
 
 
 def _is_missing_in_keras_3(name: str) -> bool:
-    """Whether an imported name is TensorFlow's, or one of Keras that Keras 3 lacks."""
+    """Whether an imported name is of TensorFlow, or of Keras and not in Keras 3."""
     path = path_in_tensorflow(name)
     if path is None or name.partition(".")[0] != "keras":
         return path is not None
@@ -88,7 +91,7 @@ def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:
         if isinstance(node, cst.Call):
             is_optimizer = path_in_tensorflow(name) in OPTIMIZERS
             old = ("lr", "decay") if is_optimizer else ("batch_input_shape",)
-            is_old = any(has_keyword(each, *old) for each in node.args)
+            is_old = any(has_keyword(arg, *old) for arg in node.args)
         else:
             is_method = node.attr.value in _KERAS_2_METHODS
             is_old = is_method or (
@@ -100,7 +103,7 @@ def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:
 
 
 def plan_kept_imports(script: Script) -> Edits:
-    """Record the imported names that stay, because Keras has them by the same name."""
+    """Record the imported names that stay because Keras 3 has the same name."""
     edits = Edits()
     for node in script.nodes(cst.Import):
         for alias in node.names:
@@ -117,7 +120,7 @@ def plan_kept_imports(script: Script) -> Edits:
 
 
 def report_rebound(script: Script) -> None:
-    """Report uses of a module by a name that stands for something else, too."""
+    """Report uses of a module by a variable that is assigned other values too."""
     names = script.names
     for node in script.nodes(cst.Attribute) if names.ambiguous else ():
         if not isinstance(node.value, cst.Name):
@@ -130,7 +133,7 @@ def report_rebound(script: Script) -> None:
 
 
 def _keep_starred(script: Script, edits: Edits, module: str) -> None:
-    """Record the used names that a star import binds to the same names of Keras."""
+    """Record the names that `import *` binds, and that Keras 3 has too."""
     home = _module_target(module)
     for name in used_names(script.module) if home else ():
         path = script.names.starred(name) if not script.names.is_bound(name) else None
@@ -144,13 +147,13 @@ def _module_target(name: str) -> str | None:
 
 
 def _existing_package(alias: cst.ImportAlias) -> cst.ImportAlias:
-    """An import that binds `keras`, of the innermost package that Keras 3 has."""
+    """`import keras.a.b`, shortened to the longest module that Keras 3 has."""
     parts = alias.evaluated_name.split(".")
     if alias.asname or parts[0] != "keras":
         return alias
     names = (".".join(parts[:n]) for n in range(len(parts), 1, -1))
-    found = next((each for each in names if is_module_of_keras(each)), "keras")
-    return alias.with_changes(name=cst.parse_expression(found))
+    module = next((name for name in names if is_module_of_keras(name)), "keras")
+    return alias.with_changes(name=cst.parse_expression(module))
 
 
 def _name_target(name: str) -> str | None:
@@ -161,20 +164,20 @@ def _name_target(name: str) -> str | None:
 
 
 def ported_imports(script: Script, module: cst.Module) -> cst.Module:
-    """Port the imports of a module whose other code is ported."""
+    """Port the imports of a module in which everything else is ported."""
     used = used_names(module)
     return _with_new_imports(script, module.visit(_Imports(script, used)), used)
 
 
 class _Imports(cst.CSTTransformer):
-    """Removes imports of TensorFlow; turns those of `tensorflow.keras` to Keras."""
+    """Removes imports of TensorFlow, and ports those of `tensorflow.keras`."""
 
     def __init__(self, script: Script, used: set[str]) -> None:
         super().__init__()
         self._script = script
         self._used = used
         self._was_used = used_names(script.module)
-        self._reported = {each.reason for each in script.findings}
+        self._reported = {finding.reason for finding in script.findings}
         self._marks: list[str] = []
 
     def leave_SimpleStatementLine(
@@ -212,7 +215,7 @@ class _Imports(cst.CSTTransformer):
         return [small]
 
     def _stays(self, local: str) -> bool:
-        """Whether a name is still used; the port removed all uses of the others."""
+        """Whether a name is still used, or was never used."""
         return local in self._used or local not in self._was_used
 
     def _leave(self, small: cst.CSTNode, reason: str) -> None:
@@ -269,10 +272,10 @@ def _as_lines(
     body: Sequence[cst.BaseSmallStatement],
     marks: list[str],
 ) -> Replacement:
-    """Replace the statements of a line; imports that were split get their own lines."""
+    """A line with other statements; several imports get lines of their own."""
     if list(body) == list(line.body) and not marks:
         return line
-    if not body:  # A place for new imports, taken out later.
+    if not body:  # The placeholder is removed later.
         gap = [blank for blank in line.leading_lines if not blank.comment]
         lines = [*gap, *comment_lines(line)]
         return cst.SimpleStatementLine([_PLACEHOLDER], leading_lines=lines)
@@ -296,7 +299,7 @@ def _is_placeholder(statement: cst.CSTNode) -> bool:
 
 
 def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
-    """Insert the imports that the ported code needs where those of TensorFlow were."""
+    """Insert new imports at the first import of TensorFlow or Keras."""
     place = _import_index(script, module)
     lines = _new_lines(script, module, used, place)
     body: list[Statement] = list(module.body)
@@ -320,15 +323,16 @@ class _WithoutPlaceholders(cst.CSTTransformer):
         if isinstance(original_node, cst.Module | cst.IndentedBlock):
             body: list[Statement] = []
             pending: list[cst.EmptyLine] = []
-            for each in updated_node.body:
-                if _is_placeholder(each):
-                    pending += [line for line in each.leading_lines if line.comment]
+            for statement in updated_node.body:
+                above = statement.leading_lines
+                if _is_placeholder(statement):
+                    pending += [line for line in above if line.comment]
                 else:
-                    lines = [*pending, *each.leading_lines]
-                    body.append(each.with_changes(leading_lines=lines))
+                    lines = [*pending, *above]
+                    body.append(statement.with_changes(leading_lines=lines))
                     pending = []
             return updated_node.with_changes(body=body)
-        if isinstance(original_node, cst.Try):  # Perhaps one of imports alone.
+        if isinstance(original_node, cst.Try):  # It may have had only imports.
             is_gone = all(map(_is_placeholder, original_node.body.body))
             if is_gone and not (updated_node.orelse or updated_node.finalbody):
                 lines = comment_lines(original_node)
@@ -366,10 +370,10 @@ def _new_lines(
 def _import_index(script: Script, module: cst.Module) -> int:
     """The index for new imports: that of the first import of Keras or TensorFlow."""
     index = 0
-    for each in script.module.body:
-        if _is_anchor(each):
+    for statement in script.module.body:
+        if _is_anchor(statement):
             return min(index, len(module.body))
-        index += len(script.ported_statements.get(each, [each]))
+        index += len(script.ported_statements.get(statement, [statement]))
     return len(list(itertools.takewhile(_is_prologue, module.body)))
 
 
@@ -378,7 +382,7 @@ def _is_anchor(statement: cst.CSTNode) -> bool:
     if not isinstance(statement, cst.SimpleStatementLine):
         return False
     imports = find(statement, cst.Import, cst.ImportFrom)
-    names = (name for each in imports for _, name in import_names(each))
+    names = (name for node in imports for _, name in import_names(node))
     return any(path_in_tensorflow(name) is not None for name in names)
 
 

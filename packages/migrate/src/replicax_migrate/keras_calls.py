@@ -1,7 +1,7 @@
-"""Ports calls of Keras that changed between tf.keras and Keras 3.
+"""Rules for calls of Keras that changed between tf.keras and Keras 3.
 
-What Keras 3 refuses is left to Keras. What it understands otherwise, and would train to
-other numbers in silence, is reported.
+`SGD(lr=1)` becomes `SGD(learning_rate=1.0)`. Arguments that Keras 3 refuses stay.
+Arguments whose meaning has changed, without an error, are reported.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from replicax_migrate.edits import Edits
-from replicax_migrate.optimizer_calls import optimizer_arguments
-from replicax_migrate.rules import CallSite, Rule, by_keywords, port_keywords
+from replicax_migrate.rules import CallSite, Rule, as_float, by_keywords, port_keywords
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import (
     CHANGED_DEFAULTS,
@@ -29,6 +28,7 @@ from replicax_migrate.tree import (
     kwarg_value,
     method_name,
     string_of,
+    with_new_value,
 )
 
 __all__ = ["RULES", "plan_arguments", "problems"]
@@ -49,8 +49,17 @@ def _tensorboard(site: CallSite) -> Expression:
     return site.call_target(port_keywords(site, "TensorBoard"))
 
 
+def _optimizer(site: CallSite) -> Expression:
+    args = port_keywords(site, "optimizer")
+    before = arg_value(site.node, 0, "learning_rate") or kwarg_value(site.node, "lr")
+    after = find_arg(args, 0, "learning_rate")
+    if before is not None and after is not None:
+        args = with_new_value(args, after, as_float(site, before, after.value))
+    return site.call_target(args)
+
+
 def plan_arguments(script: Script) -> Edits:
-    """Plan the names of devices, where a strategy is made with the devices."""
+    """Plan names of devices for strategies that are made with device objects."""
     edits = Edits()
     for call in script.calls:
         if script.called_path(call) == "distribute.MirroredStrategy":
@@ -65,9 +74,7 @@ def plan_arguments(script: Script) -> Edits:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ORDERS, CallSite.call_target),
     **{path: CallSite.call_target for path, old in OLD_ORDERS.items() if "-" in old},
-    **dict.fromkeys(
-        OPTIMIZERS, lambda site: site.call_target(optimizer_arguments(site))
-    ),
+    **dict.fromkeys(OPTIMIZERS, _optimizer),
     **dict.fromkeys(READERS, _reader),
     "keras.callbacks.LambdaCallback": by_keywords("LambdaCallback"),
     "keras.callbacks.ModelCheckpoint": by_keywords("ModelCheckpoint"),
@@ -80,7 +87,7 @@ RULES: dict[str, Rule] = {
 
 
 def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
-    """The reasons why a ported call would silently compute something else."""
+    """The reasons why a ported call would compute other numbers without an error."""
     for layer, position, parameter in CHANGED_DEFAULTS:
         if path == layer and find_arg(node.args, position, parameter) is None:
             yield f"{parameter} has another default in Keras 2: write {parameter}="
@@ -102,7 +109,7 @@ _OLD_RECURRENT = [
 
 
 def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
-    """The reasons why a layer with TensorFlow's defaults differs in Keras 3."""
+    """The reasons why the defaults of a layer differ in Keras 3."""
     for arg in node.args if path.startswith("keras.layers.") else ():
         name = string_of(arg.value) or script.names.tf_path(arg.value)
         if name in NAMES["hard_sigmoids"]:

@@ -1,4 +1,8 @@
-"""Infers the kind of Keras object that an expression is, such as a model or layer."""
+"""Infers which kind of Keras object an expression is: `"model"`, `"layer"`...
+
+With `class Net(tf.keras.Model)`, the value of `Net()` is a `"model"`. Other kinds are
+`"optimizer"`, `"metric"`, `"callback"` and `"variable"`.
+"""
 
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -42,20 +46,19 @@ _KINDS_OF_ATTRIBUTES = {
     ("model", "optimizer"): "optimizer",
     ("callback", "model"): "model",
 }
-"""Kinds of attributes, by the kind of their owner and their name."""
+"""Kinds of attributes, by the kind of the object and the name of the attribute."""
 _KINDS_IN_NAMES = ("model", "optimizer")
 Constructor: TypeAlias = cst.ClassDef | str | None
-"""The maker of an object: a class of the script, a target or a kind; None: unknown."""
+"""What makes an object: a class of the script, a target or a kind; None if unknown."""
 Creation: TypeAlias = cst.Call | Constructor
-"""The call that makes an object; where no call in sight makes it, its maker."""
+"""The call that makes an object; its constructor if the script shows no call."""
 _UNKNOWN: frozenset[Creation] = frozenset([None])
 
 
 def is_kind(script: Script, node: Expression, kind: str) -> bool:
     """Whether an expression is an object of a kind.
 
-    Where no definition tells the kind, a name that ends with `model` or `optimizer`
-    does.
+    If no definition tells the kind, a name that ends with `model` or `optimizer` does.
     """
     seen = kind_of(script, node)
     if (
@@ -72,11 +75,12 @@ def kind_of(script: Script, node: Expression) -> str | None:
     """The kind of an object: `"model"`, `"layer"`, `"optimizer"`, `"variable"`...
 
     Returns:
-        The one kind of all definitions that reach the original node; None if there are
-        none, if one of them is unknown, or if they differ.
+        The kind of all definitions that reach the original node; None if there is no
+        definition, or if the kinds differ or one is unknown.
     """
     return _only(
-        _kind_of_creation(script, maker) for maker in constructors(script, node)
+        _kind_of_creation(script, constructor)
+        for constructor in constructors(script, node)
     )
 
 
@@ -88,25 +92,27 @@ def is_class_of(
 
 
 def constructors(script: Script, node: Expression) -> frozenset[Constructor]:
-    """The makers of the object that an expression is, over all reaching definitions.
+    """The possible constructors of an object.
 
     Returns:
-        Classes of the script, targets such as `"keras.layers.Dense"`, kinds where only
-        those are known, and None for what is not in sight.
+        Classes of the script; targets such as `"keras.layers.Dense"`; kinds if nothing
+        else is known; None for values that the script does not show.
     """
-    groups = (_constructors_of(script, origin) for origin in creations(script, node))
+    groups = (
+        _constructors_of(script, creation) for creation in creations(script, node)
+    )
     return frozenset[Constructor]().union(*groups)
 
 
-def _constructors_of(script: Script, origin: Creation) -> frozenset[Constructor]:
-    is_call = isinstance(origin, cst.Call)
-    return _call_constructors(script, origin) if is_call else frozenset([origin])
+def _constructors_of(script: Script, creation: Creation) -> frozenset[Constructor]:
+    is_call = isinstance(creation, cst.Call)
+    return _call_constructors(script, creation) if is_call else frozenset([creation])
 
 
 def methods_named(
     script: Script, owner: Expression | cst.ClassDef, name: str
 ) -> list[cst.FunctionDef]:
-    """The methods of one name of a class of the script, or of an object's classes."""
+    """The methods `name` of a class of the script, or of the classes of an object."""
     owners = [owner] if isinstance(owner, cst.ClassDef) else constructors(script, owner)
     classes = with_bases(script, *(m for m in owners if isinstance(m, cst.ClassDef)))
     return [methods[name] for methods in map(methods_of, classes) if name in methods]
@@ -114,7 +120,7 @@ def methods_named(
 
 @ends_at_cycles(_UNKNOWN)
 def creations(script: Script, node: Expression) -> frozenset[Creation]:
-    """The calls that make the object that an expression is, or else its makers."""
+    """The calls that may make an object; constructors if the script shows no call."""
     match node:
         case cst.Call():
             if _call_constructors(script, node):
@@ -122,7 +128,7 @@ def creations(script: Script, node: Expression) -> frozenset[Creation]:
             return _creations_of_all(script, *returned_values(script, node))
         case cst.IfExp():
             return _creations_of_all(script, node.body, node.orelse)
-        case cst.BooleanOperation(operator=cst.Or()):  # `given or Adam()`
+        case cst.BooleanOperation(operator=cst.Or()):  # `optimizer or Adam()`
             left = creations(script, node.left) - _UNKNOWN
             return left | creations(script, node.right)
         case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Index(index)), *_]):
@@ -148,25 +154,29 @@ def creations(script: Script, node: Expression) -> frozenset[Creation]:
 
 
 def _creations_of_all(script: Script, *nodes: Expression) -> frozenset[Creation]:
-    """The origins of all of some expressions."""
+    """The creations of several expressions together."""
     groups = (creations(script, node) for node in nodes)
     return frozenset[Creation]().union(*groups) or _UNKNOWN
 
 
-def _kind_of_creation(script: Script, maker: Creation) -> str | None:
-    """The kind of object that a maker makes."""
-    if isinstance(maker, cst.Call):
+def _kind_of_creation(script: Script, constructor: Creation) -> str | None:
+    """The kind of object that a creation makes."""
+    if isinstance(constructor, cst.Call):
         return _only(
             _kind_of_creation(script, inner)
-            for inner in _constructors_of(script, maker)
+            for inner in _constructors_of(script, constructor)
         )
-    if isinstance(maker, cst.ClassDef):
-        return _kind_of_class(script, maker)
-    return kind_of_target(maker) if maker and is_dotted(maker) else maker
+    if isinstance(constructor, cst.ClassDef):
+        return _kind_of_class(script, constructor)
+    return (
+        kind_of_target(constructor)
+        if constructor and is_dotted(constructor)
+        else constructor
+    )
 
 
 def _only(kinds: Iterable[str | None]) -> str | None:
-    """The kind that all are of; None if they differ."""
+    """The only kind of several; None if they differ."""
     different = set(kinds)
     return different.pop() if len(different) == 1 else None
 
@@ -174,7 +184,7 @@ def _only(kinds: Iterable[str | None]) -> str | None:
 def _creations_of_definition(
     script: Script, definition: Definition
 ) -> frozenset[Creation]:
-    """The origins of a definition's values; a value `None` is left out."""
+    """The creations of the values of a definition, without those that are `None`."""
     if (container := loop_container(script, definition.node)) is not None:
         return _creations_of_element(script, *container)
     if not definition.values:
@@ -190,7 +200,7 @@ def _creations_of_definition(
 def _creations_of_item(
     script: Script, node: Expression, index: Expression
 ) -> frozenset[Creation]:
-    """The origins of `node[index]`."""
+    """The creations of `node[index]`."""
     items = elements_at(script, node, index)
     return (
         _creations_of_all(script, *items)
@@ -202,7 +212,7 @@ def _creations_of_item(
 def _creations_of_element(
     script: Script, node: Expression, is_value: bool
 ) -> frozenset[Creation]:
-    """The origins of elements, as of `model.layers`; `is_value`: of a dict's values."""
+    """The creations of elements; `is_value`: of the values of a dict."""
     match node:
         case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Slice()), *_]):
             return _creations_of_element(script, node.value, is_value)
@@ -220,14 +230,14 @@ def _creations_of_element(
 
 
 def _call_constructors(script: Script, node: cst.Call) -> frozenset[Constructor]:
-    """The makers of a call's result; none if a function of the script returns it."""
+    """The constructors that a call invokes; none for a function of the script."""
     path = script.names.tf_path(script.flow.resolve(node.func))
     if path is not None:
         return frozenset([find_target(path)])
     values = direct_values(script, node.func)
     if bodies := [value.body for value in values if isinstance(value, cst.Lambda)]:
-        made = _creations_of_all(script, *bodies)
-        kind = _only(_kind_of_creation(script, creation) for creation in made)
+        inner = _creations_of_all(script, *bodies)
+        kind = _only(_kind_of_creation(script, creation) for creation in inner)
         return frozenset([kind] if kind else [])
     if isinstance(node.func, cst.Name):
         return frozenset(script.classes(node.func.value))

@@ -1,8 +1,9 @@
-"""Finds the activations that end models, and removes them.
+"""Finds the last activation of a model, and removes it.
 
-The search starts at the outputs of a model, the last layer of a `Sequential`, or what
-the `call` of a class returns. It follows variables, attributes, conditional
-expressions, functions of the script, and models that are layers.
+`Dense(10, activation="softmax")` becomes `Dense(10)`, and `tf.nn.softmax(x)` becomes
+`x`. The search starts at the outputs of a functional model, at the last layer of a
+`Sequential`, or at the result of the `call` of a class. It follows variables,
+attributes, conditional expressions, functions of the script, and models in models.
 """
 
 from collections.abc import Iterable
@@ -47,25 +48,25 @@ _ACTIVATION_POSITIONS = {
     "Conv2D": 99,
     "Conv1D": 99,
 }
-"""Layers with an activation, and its position; 99 if it is always named."""
+"""Layers with an activation, and its position; 99 if it is always a keyword."""
 _ACTIVATIONS = ("softmax", "sigmoid")
 _KEPT_ARGUMENTS = ("name", "dtype")
 _MODULES = ("", "nn", "math", "keras.activations", "keras.backend")
-"""Modules with functions of these names."""
+"""Modules with functions `softmax` and `sigmoid`."""
 
 
 class FinalCalls:
-    """The calls that end a model: of layers, or of an activation's function.
+    """The calls that compute the outputs of a model: of layers, or of an activation.
 
     Args:
         script: The script.
         model: The call that makes the model.
 
     Attributes:
-        model: The same.
-        calls: The calls that end it; none if not all of them are in sight.
-        classes: The classes of the script that models on the way are of.
-        seen: The expressions that lead from the model to its ends.
+        model: The same call.
+        calls: The last calls; none if the script does not show all of them.
+        classes: The classes of the script that the search has followed.
+        seen: All expressions that the search has followed.
     """
 
     def __init__(self, script: Script, model: cst.Call) -> None:
@@ -80,11 +81,11 @@ class FinalCalls:
             self.calls.clear()
 
     def kinds(self) -> set[str | None]:
-        """The names of the activations at the ends; None where there is no such one."""
+        """The activations in the last calls; None for a call without one."""
         return {_activation(self._script, call) for call in self.calls}
 
     def _follow(self, node: Expression, *, is_layer: bool) -> None:
-        """Follow an expression that is a tensor, or a layer."""
+        """Follow an expression for a tensor, or for a layer."""
         self.seen.add(node)
         match node:
             case cst.IfExp():
@@ -151,14 +152,14 @@ class FinalCalls:
 
 
 def is_model(script: Script, node: cst.Call) -> bool:
-    """Whether a call makes a model, of Keras or of a class of the script."""
+    """Whether a call makes a model of Keras, or of a class of the script."""
     owners = script.classes(node.func.value) if isinstance(node.func, cst.Name) else ()
     is_own = any(is_class_of(script, owner, ("model",)) for owner in owners)
     return is_own or script.called_path(node) in NAMES["models"]
 
 
 def keras_name(script: Script, node: cst.CSTNode, module: str) -> str:
-    """The last part of a path in a module of Keras, such as `"losses"`; else `""`."""
+    """The last part of a name in a module of Keras, such as `"losses"`; else `""`."""
     path = script.names.tf_path(node) or ""
     if isinstance(node, cst.Name) and not path:
         path = script.names.alias(node) or ""
@@ -167,14 +168,14 @@ def keras_name(script: Script, node: cst.CSTNode, module: str) -> str:
 
 
 def units_of(script: Script, layer: cst.Call) -> str:
-    """The number of a dense layer's outputs, as text; `""` if it is not in sight."""
+    """The number of outputs of a dense layer, as text; `""` if it is unknown."""
     is_dense = keras_name(script, layer.func, "layers") == "Dense"
     value = script.resolved_arg(layer, 0, "units") if is_dense else None
     return value.value if isinstance(value, cst.Integer) else ""
 
 
 def refuse_other_uses(script: Script, models: Iterable[FinalCalls]) -> None:
-    """Raise `Unported` if what leads to the ends of models leads elsewhere, too."""
+    """Raise `Unported` if expressions on the way to the last calls have other uses."""
     models = list(models)
     seen = {node for ending in models for node in ending.seen}
     passed = seen - {ending.model for ending in models}
@@ -190,13 +191,13 @@ def refuse_other_uses(script: Script, models: Iterable[FinalCalls]) -> None:
 
 
 def _function_returning(script: Script, node: cst.CSTNode) -> cst.FunctionDef | None:
-    """The function that returns an expression that leads to an end."""
+    """The function that returns an expression; None if none does."""
     is_returned = isinstance(script.parent(node), cst.Return)
     return script.function_of(node) if is_returned else None
 
 
 def _activation(script: Script, call: cst.Call) -> str | None:
-    """The activation that a call ends with, if its result can be without it."""
+    """The activation in a call of a layer or function, if it can be removed."""
     if name := _activation_function(script, call):
         return name
     name = keras_name(script, call.func, "layers")
@@ -212,7 +213,7 @@ def _activation(script: Script, call: cst.Call) -> str | None:
 
 
 def _activation_function(script: Script, call: cst.Call) -> str:
-    """The activation that a call computes of a tensor's last axis; `""` of others."""
+    """The activation function that a call applies to the last axis; else `""`."""
     module, _, name = script.called_path(call).rpartition(".")
     is_known = name in _ACTIVATIONS and module in _MODULES
     is_last = name == "sigmoid" or _is_of_last_axis(script, call, 1)
@@ -229,7 +230,7 @@ def _activation_argument(name: str) -> str:
 
 
 def plan_without_activation(script: Script, edits: Edits, call: cst.Call) -> None:
-    """Plan a call that ends a model without its activation."""
+    """Plan to remove the activation from a last call."""
     name = keras_name(script, call.func, "layers")
     parent = script.parent(call)
     around = script.parent(parent) if parent is not None else None
@@ -261,7 +262,7 @@ def _first_value(updated: cst.Call) -> Expression:
 
 
 def _linear(script: Script, updated: cst.Call) -> Expression:
-    """The layer that does nothing, with the name and dtype of another one."""
+    """A layer that does nothing, with the name and dtype of a call."""
     layer = script.template('keras.layers.Activation("linear")')
     assert isinstance(layer, cst.Call)
     kept = (arg for arg in updated.args if has_keyword(arg, *_KEPT_ARGUMENTS))

@@ -1,8 +1,7 @@
-"""Names arguments of layers that Keras 3 takes by keyword, or in another order.
+"""Gives keywords to arguments of layers that Keras 3 does not take by position.
 
-Keras 3 takes tensors alone by position: `dropout(x, training)` becomes
-`dropout(x, training=training)`. A layer that the script does not show is called as it
-stands, and Keras says so where it refuses an argument.
+`dropout(x, training)` becomes `dropout(x, training=training)`. Calls of layers that the
+script does not show stay; Keras reports the arguments that it refuses.
 """
 
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ def plan_layer_calls(script: Script) -> Edits:
 
 
 def _order(script: Script, call: cst.Call) -> tuple[Sequence[str], int]:
-    """The parameters of the called layer, and the first one that Keras 3 has moved."""
+    """The parameters of the called layer, and the index of the first moved one."""
     methods = methods_named(script, call.func, "call")
     if methods:
         return [p.name.value for p in methods[0].params.params[1:]], len(call.args)
@@ -47,13 +46,13 @@ def _order(script: Script, call: cst.Call) -> tuple[Sequence[str], int]:
 
 
 def _is_flag(value: Expression) -> bool:
-    """Whether an argument is a flag such as `training`, and no tensor."""
+    """Whether an argument is a flag such as `training`, not a tensor."""
     is_text = last_name(value).lstrip("_") in NAMES["flags"]
     return is_text or is_name(value, "True", "False")
 
 
 def report_layers(script: Script) -> None:
-    """Report layers of the script that would train to other numbers in silence."""
+    """Report layers that would train to other numbers without an error."""
     functions = [
         function
         for function in script.functions("call")

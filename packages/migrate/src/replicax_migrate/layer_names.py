@@ -1,4 +1,7 @@
-"""Ports names that Keras looks up, and the names of variables."""
+"""Ports strings that Keras looks up: `loss="logcosh"` becomes `loss="log_cosh"`.
+
+It also finds searches in names of variables, for `members`.
+"""
 
 import libcst as cst
 
@@ -14,7 +17,7 @@ __all__ = ["is_searched_name", "plan_identifiers"]
 
 
 def plan_identifiers(script: Script) -> Edits:
-    """Plan the names of Keras 3 for literals that it does not know."""
+    """Plan the names of Keras 3 for literals that Keras 3 does not know."""
     edits = Edits()
     for call in script.calls:
         if method_name(call) == "compile":
@@ -42,9 +45,9 @@ def _plan_identifier(
 
 
 def is_searched_name(script: Script, node: cst.Attribute) -> bool:
-    """Whether the name of a variable is searched for a part: `"bn" in v.name`.
+    """Whether a node is `v.name` in `"bn" in v.name`, of a variable `v`.
 
-    In Keras 3 the name is without those of the layers, which `path` has.
+    In Keras 3 only `v.path` has the names of layers.
     """
     parent = script.parent(node)
     is_searched = isinstance(parent, cst.ComparisonTarget) and isinstance(
@@ -54,7 +57,7 @@ def is_searched_name(script: Script, node: cst.Attribute) -> bool:
 
 
 def _is_weight(script: Script, node: Expression) -> bool:
-    """Whether an expression is a variable, or an element of what is called `vars`."""
+    """Whether an expression is a variable, or an element of a list called `vars`."""
     kind, container = kind_of(script, node), loop_container(script, node)
     name = script.code(container[0]).lower() if container is not None else ""
     is_named = name.endswith(("vars", "variables", "weights"))

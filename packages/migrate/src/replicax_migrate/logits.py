@@ -1,11 +1,11 @@
-"""Ports cross-entropies of probabilities to those of logits, which TensorFlow recovers.
+"""Ports cross-entropies of probabilities to cross-entropies of logits.
 
-TensorFlow's cross-entropies find the softmax or sigmoid that made the probabilities,
-and compute the loss from its inputs, the logits, even where `from_logits=True` is set.
-Keras on JAX clips the probabilities, and their gradients vanish where inputs are not
-scaled. So the port removes the last activation, sets `from_logits=True`, and applies
-the activation to predictions. Where the script does not show all of them, it gets a
-note.
+`Dense(10, "softmax")` with the loss `"categorical_crossentropy"` becomes `Dense(10)`
+with `CategoricalCrossentropy(from_logits=True)`, and `model.predict(x)` becomes
+`keras.ops.softmax(model.predict(x))`. Cross-entropies of TensorFlow find the softmax or
+sigmoid that made the probabilities, and compute the loss from its inputs, the logits.
+Keras on JAX clips the probabilities, whose gradients may vanish. If the script does not
+show all uses of a model, the pass adds a note and changes nothing.
 """
 
 from collections.abc import Iterator
@@ -49,11 +49,11 @@ _CLASSES = {
 _FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
 """Positions of `from_logits`."""
 _LossNames: TypeAlias = dict[Expression, str]
-"""Cross-entropies, and their names in Keras."""
+"""The name in Keras of each cross-entropy."""
 
 
 def plan_logits(script: Script) -> Edits:
-    """Plan the port of models that end with an activation for the loss."""
+    """Plan the port of models that end with a softmax or sigmoid, and their losses."""
     edits = Edits()
     losses = dict(_losses(script))
     for kind in ("softmax", "sigmoid"):
@@ -97,7 +97,7 @@ def _is_of_logits(script: Script, loss: Expression) -> bool:
 
 
 def _loss_name(script: Script, value: Expression) -> str:
-    """The name of a cross-entropy in `compile` that is no call; else `""`."""
+    """The name of a cross-entropy in `compile`, unless it is a call; else `""`."""
     name = string_of(value) or keras_name(script, value, "losses")
     is_known = name in _CLASSES or (string_of(value) and name in _FROM_LOGITS)
     return name if is_known else ""
@@ -108,7 +108,7 @@ def _compiled_loss(node: cst.Call) -> Expression | None:
 
 
 class _LossPort:
-    """Plans the port of all losses of one kind, and of the models that they are for."""
+    """Plans the port of all losses with one activation, and of their models."""
 
     def __init__(self, script: Script, kind: str, losses: _LossNames) -> None:
         self._script = script
@@ -126,7 +126,7 @@ class _LossPort:
         self.models = {e.model: e for e in outer if e.model not in predicting}
 
     def edits(self) -> Edits:
-        """Plan the port of models, metrics, losses and predictions, or of none."""
+        """The edits of models, metrics, losses and predictions, or raise `Unported`."""
         if not self.models:
             raise Unported("no model in sight")
         changes: list[tuple[cst.CSTNode, Expression]] = []
@@ -154,7 +154,7 @@ class _LossPort:
         return self._planned(changes, wrapped, saved)
 
     def takes(self, loss: Expression) -> bool:
-        """Whether a loss may get outputs of the models, and not those of others."""
+        """Whether a loss may get outputs of the models."""
         if loss in self._losses:
             return bool(self.models)
         script = self._script
@@ -180,7 +180,7 @@ class _LossPort:
                 yield node
 
     def _predicts_only(self, ending: FinalCalls) -> bool:
-        """Whether no loss gets the outputs of a model, which is used elsewhere.
+        """Whether the script uses a model, and passes its outputs to no loss.
 
         An example is a `Sequential` of a trained model and a softmax.
         """
@@ -194,12 +194,12 @@ class _LossPort:
         )
 
     def _is_result(self, call: cst.Call) -> bool:
-        """Whether no loss gets the result of a call of a model."""
+        """Whether the result of a call of a model goes to no loss."""
         uses = [call, *self._script.uses_of(call)]
         return not any(self._takes_logits(use) or self._leaves(use) for use in uses)
 
     def _is_own(self, node: cst.CSTNode) -> bool:
-        """Whether `self` is one of the models, and is called."""
+        """Whether a node is `self` in `self(x)`, in the class of one of the models."""
         owners = {owner for model in self.models.values() for owner in model.classes}
         is_called = self._script.call_of(node) is not None
         return is_called and self._script.class_around(node) in owners
@@ -208,7 +208,7 @@ class _LossPort:
         return {last: None for model in self.models.values() for last in model.calls}
 
     def _metrics(self, call: cst.Call) -> Iterator[tuple[cst.CSTNode, Expression]]:
-        """The metrics of a `compile` call that change, each with its replacement."""
+        """The metrics in a call of `compile` to replace, each with its replacement."""
         metrics = arg_value(call, 3, "metrics") or arg_value(call, 9, "metrics")
         if metrics is not None and not isinstance(metrics, cst.List):
             raise Unported("metrics are not a list")
@@ -226,7 +226,7 @@ class _LossPort:
                 raise Unported("a metric of probabilities")
 
     def _called(self, call: cst.Call) -> list[cst.Call]:
-        """The model call if its result is predictions; empty if losses get it."""
+        """The call of a model if its result is predictions; none if losses get it."""
         script = self._script
         assign = script.parent(call)
         targets = assign.targets if isinstance(assign, cst.Assign) else ()
@@ -250,7 +250,7 @@ class _LossPort:
         return is_ours or isinstance(parent, cst.Return | cst.Assign)
 
     def _takes_logits(self, node: cst.CSTNode) -> bool:
-        """Whether a value is given to a loss, or to a metric that only ranks."""
+        """Whether a value is an argument of a loss, or of a metric that only ranks."""
         call = self._script.call_of_arg(node)
         if call is None:
             return False
@@ -262,7 +262,7 @@ class _LossPort:
         )
 
     def _ranks(self, metric: Expression) -> bool:
-        """Whether a metric is equal for logits: it only ranks classes."""
+        """Whether a metric only ranks classes, and so is equal for logits."""
         maker = metric.func if isinstance(metric, cst.Call) else metric
         name = string_of(metric) or keras_name(self._script, maker, "metrics")
         return name in NAMES["ranking_metrics"]
@@ -282,7 +282,7 @@ class _LossPort:
         )
 
     def _require_own(self, compiled: set[cst.CSTNode]) -> None:
-        """Raise `Unported` unless all losses are of these models."""
+        """Raise `Unported` unless all losses belong to these models."""
         script = self._script
         models = {call for call in script.calls if is_model(script, call)}
         others = models - self.models.keys() - self._inner
@@ -299,7 +299,7 @@ class _LossPort:
                 self._require_alone(prediction)
 
     def _require_alone(self, prediction: Expression) -> None:
-        """Raise `Unported` if a parameter that is given to a loss has other uses.
+        """Raise `Unported` if the parameter that a loss gets has other uses.
 
         An example is the loss `binary_crossentropy(y_true, y_pred) + dice(...)`.
         """
@@ -313,10 +313,10 @@ class _LossPort:
             raise Unported("the probabilities have other uses")
 
     def _has_loss(self, compiled: cst.Call) -> bool:
-        """Whether the loss of a `compile` is, or calls, one of these losses."""
+        """Whether the loss in a call of `compile` is, or calls, one of the losses."""
         loss = _compiled_loss(compiled)
         if loss is None:
-            return True  # A step of the model's own has the loss.
+            return True  # The model has a train_step with the loss.
         name = dotted_name(loss.func if isinstance(loss, cst.Call) else loss) or ""
         places = [
             loss,
@@ -347,7 +347,7 @@ class _LossPort:
 
 
 def _plan_loss(script: Script, edits: Edits, loss: Expression, name: str) -> None:
-    """Plan `from_logits=True` for a loss: a call, a name of one, or the function."""
+    """Plan `from_logits=True` for a loss: a call, a string, or a function."""
     if not isinstance(loss, cst.Call):
         text = f"keras.losses.{_CLASSES[name]}(from_logits=True)"
         edits.replacements[loss] = lambda updated: script.template(text)
@@ -359,7 +359,7 @@ def _plan_loss(script: Script, edits: Edits, loss: Expression, name: str) -> Non
 
 
 def _final_values(script: Script, node: Expression) -> set[Expression]:
-    """The expressions that a variable may stand for, followed through functions."""
+    """The possible values of an expression that have no further values."""
     # The None of a bare `return` has no parent.
     values = (value for value in possible_values(script, node) if script.parent(value))
     return {e for e in values if e is not node and not direct_values(script, e)}

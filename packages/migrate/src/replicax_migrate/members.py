@@ -1,4 +1,7 @@
-"""Ports attributes of Keras' objects, of strategies and of shapes."""
+"""Rules for attributes of Keras' objects, strategies and shapes.
+
+`optimizer.lr` becomes `optimizer.learning_rate`.
+"""
 
 from collections.abc import Callable
 
@@ -16,10 +19,10 @@ __all__ = ["ported_attribute", "ported_parameter", "report_overridden"]
 def ported_attribute(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> Expression:
-    """Port an attribute of an object; `updated` where no rule is for it.
+    """Port an attribute of an object; return `updated` if there is no rule.
 
     Raises:
-        Unported: If it must stay as it is.
+        Unported: If the attribute must stay.
     """
     rule = _RULES.get(node.attr.value)
     return rule(script, node, updated) if rule else updated
@@ -28,7 +31,7 @@ def ported_attribute(
 def _of_extended(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> Expression:
-    """Port `strategy.extended.call_for_each_replica`; refuse other methods."""
+    """Port `strategy.extended.call_for_each_replica`; refuse other uses."""
     if "strategy" not in script.code(node.value).lower():
         return updated
     if attr_of(script.parent(node)) == "call_for_each_replica":
@@ -37,7 +40,7 @@ def _of_extended(
 
 
 def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
-    """Port the name of a variable that is searched for that of a layer, to `path`."""
+    """Port `"bn" in v.name` to `"bn" in v.path`, which has the names of layers."""
     is_part = is_searched_name(script, node)
     return updated.with_changes(attr=cst.Name("path")) if is_part else updated
 
@@ -66,12 +69,12 @@ def _of_shape(
 
 
 def _is_shape(script: Script, node: Expression) -> bool:
-    """Whether an expression is the shape of a tensor, or that of a layer's inputs."""
+    """Whether an expression is `x.shape`, or the parameter of a method like `build`."""
     function = script.function_of(node)
-    is_given = function is not None and function.name.value in NAMES["with_shapes"]
+    gets_shape = function is not None and function.name.value in NAMES["with_shapes"]
     shapes = [p.name.value for p in function.params.params[1:]] if function else []
-    is_given = is_given and is_name(node, *shapes)
-    return is_given or attr_of(node) == "shape" or method_name(node) == "get_shape"
+    is_parameter = gets_shape and is_name(node, *shapes)
+    return is_parameter or attr_of(node) == "shape" or method_name(node) == "get_shape"
 
 
 def _of_dtype(
@@ -102,7 +105,7 @@ def report_overridden(script: Script, node: cst.ClassDef) -> None:
 
 
 def ported_parameter(script: Script, node: cst.Param, updated: cst.Param) -> cst.Param:
-    """Port `training` and `mask` of `call`, which Keras 3 fills in if they may miss."""
+    """Give `training` and `mask` of `call` the default None, which Keras 3 fills in."""
     function = script.function_of(node)
     params = function.params.params if function is not None else ()
     later = params[params.index(node) :] if node in params else ()

@@ -1,4 +1,7 @@
-"""Rules for methods of strategies, iterators, checkpoints and Keras' objects."""
+"""Rules for methods of strategies, iterators, checkpoints and objects of Keras.
+
+`x.numpy()` becomes `keras.ops.convert_to_numpy(x)`. A rule goes by the method's name.
+"""
 
 from dataclasses import replace
 
@@ -43,10 +46,10 @@ __all__ = ["plan_resets", "port_method"]
 
 
 def port_method(site: CallSite) -> Expression:
-    """Port a call of a method; the call itself where no rule is for it.
+    """Port a call of a method; return the call itself if there is no rule.
 
     Raises:
-        Unported: If it must stay as it is.
+        Unported: If the call must stay.
     """
     name = site.method
     if not name or _is_of_module(site.script, site.node):
@@ -60,7 +63,7 @@ def port_method(site: CallSite) -> Expression:
 
 
 def _is_of_module(script: Script, node: cst.Call) -> bool:
-    """Whether a call is of a function of an imported module: `inspect.unwrap(f)`."""
+    """Whether a call is of a function in an imported module: `inspect.unwrap(f)`."""
     root = first_name(node.func)
     name = script.names.imported(root) if root else None
     return name is not None and "." not in name
@@ -81,7 +84,7 @@ def _numpy(site: CallSite) -> Expression:
 
 
 def _optional_rule(text: str) -> Rule:
-    """Make the rule for a method of a result of `get_next_as_optional`."""
+    """Make the rule for a method of what `get_next_as_optional` returns."""
 
     def rule(site: CallSite) -> Expression:
         optional = site.script.flow.resolve(site.owner)
@@ -96,9 +99,9 @@ def _optional_rule(text: str) -> Rule:
 
 
 def plan_resets(script: Script) -> Edits:
-    """Plan `reset_state` for `reset_states` of metrics and layers of the script.
+    """Plan to rename the method `reset_states` of metrics and layers to `reset_state`.
 
-    Keras 3 calls no other; calls of it in the script are renamed, too.
+    Keras 3 does not call `reset_states`.
     """
     edits = Edits()
     owners = {class_of_method(script, f) for f in script.functions("reset_state")}
@@ -110,20 +113,20 @@ def plan_resets(script: Script) -> Edits:
 
 
 def _is_of_keras(script: Script, owner: cst.ClassDef | None) -> bool:
-    """Whether a class derives from one of Keras that has `reset_states`."""
+    """Whether a class derives from a class of Keras with `reset_states`."""
     paths = [script.names.tf_path(base) for base in external_bases(script, owner)]
     return any(path and path.startswith(NAMES["with_resets"]) for path in paths)
 
 
 def _save(site: CallSite) -> Expression:
-    """Port `model.save(...)`: drop `save_format=`, which the file's suffix decides."""
+    """Port `model.save(...)`: drop `save_format=`, as the suffix decides."""
     has_keyword = "model" in site.script.code(site.receiver).lower()
     is_model = has_keyword or is_kind(site.script, site.owner, "model")
     return site.with_args(port_keywords(site, "save" if is_model else "checkpoint"))
 
 
 def _add_weight(site: CallSite) -> Expression:
-    """Name the arguments of `add_weight`, where the shape comes first in Keras 3."""
+    """Name the arguments of `add_weight`: Keras 3 has the shape first."""
     names = ["name", "shape", "dtype", "initializer"]
     kept = [a for a in site.updated.args if not _is_usual(a)]
     site = replace(site, updated=site.with_args(join_args(site.updated.args, kept)))
@@ -137,7 +140,7 @@ def _add_weight(site: CallSite) -> Expression:
 
 
 def _is_usual(arg: cst.Arg) -> bool:
-    """Whether an argument says when variables are equal, as those of Keras 3 are."""
+    """Whether an argument is `synchronization=` with the behaviour of Keras 3."""
     usual = ("auto", "on_write")
     return has_keyword(arg, "synchronization") and string_of(arg.value) in usual
 
@@ -145,8 +148,7 @@ def _is_usual(arg: cst.Arg) -> bool:
 def _constructor(site: CallSite) -> Expression:
     """Port `super().__init__(self)`, which Keras 3 refuses, to `super().__init__()`.
 
-    The arguments of a loss or metric get their names, of which Keras 3 has another
-    order, and so does the name of a layer.
+    Positional arguments of a loss or metric, and the name of a layer, get keywords.
     """
     args = site.updated.args
     if not calls_super(site.updated):
@@ -156,10 +158,10 @@ def _constructor(site: CallSite) -> Expression:
     around = site.script.class_around(site.node)
     ours = (owner for owner in with_bases(site.script, around) if owner is not around)
     if any("__init__" in methods_of(owner) for owner in ours):
-        return site.updated  # It is the method of a class of the script.
+        return site.updated  # A method of the script.
     is_layer = around and is_class_of(site.script, around, ("layer", "model"))
     if is_layer and len(args) == 1 and isinstance(args[0].value, cst.SimpleString):
-        # Keras 2 took it for `trainable`; what it says is a name.
+        # Keras 2 took the name for `trainable`.
         return site.with_args([with_keyword(args[0], "name")])
     paths = [site.script.names.tf_path(b) for b in external_bases(site.script, around)]
     return (
@@ -191,7 +193,7 @@ def _apply_gradients(site: CallSite) -> Expression:
 
 
 def _reset(site: CallSite) -> Expression:
-    """Port `reset_states` of metrics and layers, unless the script defines another."""
+    """Port `reset_states` of Keras' objects, unless other classes define it too."""
     script = site.script
     owners = [class_of_method(script, f) for f in script.functions("reset_states")]
     if not all(_is_of_keras(script, owner) for owner in owners):

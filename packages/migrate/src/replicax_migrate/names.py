@@ -1,4 +1,7 @@
-"""Resolves the names of a script to paths in TensorFlow, through its imports."""
+"""Resolves the names of a script to paths of TensorFlow, through its imports.
+
+After `from tensorflow.keras import layers as L`, `L.Dense` is `keras.layers.Dense`.
+"""
 
 import functools
 import re
@@ -29,14 +32,14 @@ _ROOTS = {
     **dict.fromkeys(("tf_keras", "keras"), "keras"),  # Keras 2 was also a package.
     "keras_preprocessing": "keras.preprocessing",
 }
-"""Packages whose names are TensorFlow's, and their paths there."""
+"""Packages that count as TensorFlow, and their paths."""
 _KERAS_ALIAS = re.compile(r"optimizers\.|(initializers|losses|metrics)\.[A-Z]")
-"""What TensorFlow 2 has of Keras by a second name; TensorFlow 1 has other functions."""
+"""Second names of Keras classes in TensorFlow 2, such as `tf.losses.Hinge`."""
 
 
 @functools.cache
 def path_in_tensorflow(name: str) -> str | None:
-    """The path of a full name under `tensorflow`, in TF 2's spelling; None for others.
+    """The path of a full name in the spelling of TensorFlow 2; None for other packages.
 
     Example:
         >>> path_in_tensorflow("tensorflow.compat.v1.train.Saver")
@@ -57,9 +60,10 @@ def path_in_tensorflow(name: str) -> str | None:
 
 
 def _public_path(path: str) -> str:
-    """The public path of what Keras 2 had in a module within a package.
+    """The public path of a name in an inner module of Keras 2.
 
-    Such is `keras.layers.core.dense.Dense`. A module by itself is its package.
+    `keras.layers.core.dense.Dense` is `keras.layers.Dense`, and the module
+    `keras.layers.core` is `keras.layers`.
     """
     *package, name = path.split(".")
     if package[:1] != ["keras"] or len(package) < 2 or is_known(path):
@@ -78,8 +82,8 @@ class Names:
     """Resolves names of one module by its scopes, imports and aliases.
 
     Attributes:
-        is_assumed: Whether `tf` is used and nowhere bound, and taken for TensorFlow.
-        rebound: Paths by the keys of names that stand for them, and for other things.
+        is_assumed: Whether the script uses `tf` and does not bind it.
+        ambiguous: By key of a variable, its path, if it is assigned other values too.
     """
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
@@ -101,8 +105,8 @@ class Names:
         """Resolve a dotted name to its path in TensorFlow.
 
         Returns:
-            Its path, such as `"keras.layers.Dense"` (`""` for the package itself), or
-            None for everything else.
+            The path, such as `"keras.layers.Dense"`; `""` for the package itself; None
+            for names of other packages.
         """
         text, root = dotted_name(node), first_name(node)
         scope = (self._scopes.get(root) if root else None) or self._globals
@@ -125,8 +129,8 @@ class Names:
     def starred(self, name: str) -> str | None:
         """The path of a name that `from tensorflow.keras.layers import *` may bind.
 
-        Where none of the starred modules has the name, it counts for the last one,
-        unless names of another package are imported with `*`, too.
+        A name that none of these modules has counts for the last one, unless the
+        script also imports names of another package with `*`.
         """
         paths = [path_in_tensorflow(module) for module in self._stars]
         ours = [p for p in paths if p and f"{p}.".startswith("keras.")]
@@ -138,19 +142,19 @@ class Names:
         return f"{ours[-1]}.{name}" if is_ours and not is_special else None
 
     def imported(self, node: cst.CSTNode | None) -> str | None:
-        """The full name that a dotted name stands for, if its root was imported."""
+        """The full name of a dotted name whose first part is imported; else None."""
         text, root = dotted_name(node), first_name(node)
         scope = self._scopes.get(root) if root else None
         return self._module_name(scope, text) if scope and text else None
 
     def is_read(self, node: cst.Name) -> bool:
-        """Whether a name is read where it stands, not bound or a keyword."""
+        """Whether a name is read here, neither bound nor a keyword."""
         scope = self._scopes.get(node)
         accesses = scope.accesses[node.value] if scope else ()
         return any(access.node is node for access in accesses)
 
     def key(self, name: cst.Name) -> tuple[int, str] | None:
-        """The key of a variable: the id of the scope that binds it, and its name."""
+        """The key of a variable: the id of the scope that binds it, and the name."""
         scope = self._scopes.get(name)
         if scope is None:
             return None
@@ -159,7 +163,7 @@ class Names:
         return (0, name.value)
 
     def is_bound(self, name: str, path: str | None = None) -> bool:
-        """Whether any scope of the module binds `name`, and not to a path alone."""
+        """Whether a scope binds `name`; with `path`, to anything but that path."""
         names = (self._module_name(s, name) for s in self._all_scopes if name in s)
         return any(path is None or path_in_tensorflow(n or "") != path for n in names)
 
@@ -170,16 +174,16 @@ class Names:
         return None
 
     def alias(self, name: cst.Name) -> str | None:
-        """The path that a name such as `layers` of `layers = tf.keras.layers` is."""
+        """The path of a variable such as `layers` after `layers = tf.keras.layers`."""
         return self._aliases.get(self.key(name) or (0, ""))
 
     def alias_paths(self, name: str) -> set[str | None]:
-        """The paths that a name is an alias of; None for scopes where it is none."""
+        """The paths of a name in all scopes; None for a scope where it has no path."""
         bound = (assignment for scope in self._all_scopes for assignment in scope[name])
         return {self._aliases.get((id(assignment.scope), name)) for assignment in bound}
 
     def _find_aliases(self, module: cst.Module) -> None:
-        """Find the names that stand for one path wherever their scope binds them."""
+        """Find the variables whose only value in their scope is one path."""
         paths = defaultdict[tuple[int, str], dict[cst.CSTNode, str]](dict)
         for node in find(module, cst.Assign):
             target, path = node.targets[0].target, self.tf_path(node.value)

@@ -1,8 +1,8 @@
-"""Ports Jupyter notebooks: the code of all cells is one script, which is split again.
+"""Ports Jupyter notebooks: joins the code cells to one script, and splits its port.
 
-A `pass` with a comment begins each cell in the script. Another stands for what IPython
-reads and Python does not, such as `%matplotlib inline` and the lines of `%%bash`.
-Cells under `%%writefile x.py` are scripts of their own.
+In the script, `pass  # %% 3` begins the third cell, and `pass  # IPython: %cd x` stands
+for a line that only IPython reads. Cells under `%%writefile x.py` are scripts of their
+own.
 """
 
 import ast
@@ -25,11 +25,11 @@ _CELL = "pass  # %% "
 _COMMAND = "pass  # IPython: "
 _IPYTHON = re.compile(r"\s*([%!?].*|[\w, .]+=\s*[%!].*|[\w.]+\?\??)")
 _IMPORT = re.compile(rf"{_COMMAND}.*\b(import|from) tensorflow\b")
-"""A line of a cell of another text, such as a script for `%%bash`."""
+"""An import in a cell that is not Python, such as a script for `%%bash`."""
 _FILE = re.compile(r"%%(writefile|file)\s+\S+\.py\s*")
 """The first line of a cell that is written to a file as a script."""
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
-"""What stands above cells whose other lines are Python."""
+"""First lines of cells whose other lines are Python."""
 
 
 def port_notebook(source: bytes) -> Ported:
@@ -76,7 +76,7 @@ def port_notebook(source: bytes) -> Ported:
     notes = [*in_cells(ported.notes, script)]
     for number, cell in enumerate(_code_cells(notebook), 1):
         if (file := _ported_file(cell, number)) is not None:
-            left = [*(each for each in left if each.cell != number), *file.left]
+            left = [*(item for item in left if item.cell != number), *file.left]
             notes += file.notes
     if notebook != _read(source):
         indent = re.match(r"\{\r?\n( *)", source.decode())
@@ -92,8 +92,8 @@ def port_notebook(source: bytes) -> Ported:
     )
 
 
-def _position(found: Finding) -> tuple[int, Finding]:
-    return found.cell, found
+def _position(finding: Finding) -> tuple[int, Finding]:
+    return finding.cell, finding
 
 
 def _ported_file(cell: dict[str, Any], number: int) -> Ported | None:
@@ -107,8 +107,8 @@ def _ported_file(cell: dict[str, Any], number: int) -> Ported | None:
         return None
     _set_source(cell, f"{first}\n{ported.source.decode()}")
     moved = [
-        tuple(replace(each, cell=number, line=each.line + 1) for each in found)
-        for found in (ported.left, ported.notes)
+        tuple(replace(item, cell=number, line=item.line + 1) for item in findings)
+        for findings in (ported.left, ported.notes)
     ]
     return Ported(source=ported.source, left=moved[0], notes=moved[1])
 
@@ -119,15 +119,15 @@ def script_of(source: bytes) -> str:
 
 
 def in_cells(findings: Iterable[Finding], script: str) -> tuple[Finding, ...]:
-    """Findings by lines of `script_of` a notebook, by its cells and their lines."""
+    """Convert lines of the joined script in findings to cells and their lines."""
     lines = script.splitlines()
     starts = [n for n, line in enumerate(lines, 1) if line.startswith(_CELL)]
-    found = []
-    for each in sorted(findings):
-        cell = max(bisect.bisect_left(starts, each.line), 1)
-        line = max(each.line - starts[cell - 1], 1)
-        found.append(replace(each, cell=cell, line=line))
-    return tuple(found)
+    converted = []
+    for finding in sorted(findings):
+        cell = max(bisect.bisect_left(starts, finding.line), 1)
+        line = max(finding.line - starts[cell - 1], 1)
+        converted.append(replace(finding, cell=cell, line=line))
+    return tuple(converted)
 
 
 def _read(source: bytes) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _script(notebook: dict[str, Any]) -> str:
 
 
 def _as_python(code: str) -> str:
-    """A cell with IPython's commands as comments, without a first line's indent."""
+    """A cell with commands of IPython as comments, and without a common indent."""
     try:
         ast.parse(code)
     except SyntaxError:
@@ -173,7 +173,7 @@ def _as_python(code: str) -> str:
 
 
 def _set_code(notebook: dict[str, Any], script: str) -> None:
-    """Give the cells the code of a ported script."""
+    """Write the code of the ported script into the cells."""
     codes: dict[int, list[str]] = {}
     number = 1  # Imports may come before the first cell.
     for line in script.splitlines(keepends=True):
@@ -189,9 +189,9 @@ def _set_code(notebook: dict[str, Any], script: str) -> None:
 
 
 def _tensorflow_last(script: str) -> str:
-    """Move TensorFlow's imports, with their comments, below the others of their cell.
+    """Move imports of TensorFlow, with their marks, below the others of their cell.
 
-    Where TensorFlow is not installed, the import that is left then fails alone.
+    Without TensorFlow, the other imports then run before the error.
     """
     lines = script.splitlines(keepends=True)
     place: int | None = None  # Below the other imports of this cell.

@@ -1,7 +1,9 @@
-"""Ports `tf.data` pipelines to Grain, where all their operators have counterparts.
+"""Ports `tf.data` pipelines to Grain.
 
-Datasets that are derived from each other are a pipeline, which is ported as a whole or
-not at all.
+`tf.data.Dataset.from_tensor_slices(x).batch(8).prefetch(1)` becomes
+`rx.input.numpy_dataset(x).batch(8)`. A pipeline is a group of datasets that are made
+from each other. It is ported if all its sources, operators and host functions have a
+counterpart; otherwise all of it stays.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,11 +47,11 @@ from replicax_migrate.values import possible_values
 __all__ = ["PIPELINE_STAYS", "plan_pipelines"]
 
 PIPELINE_STAYS = "stays a tf.data pipeline, which needs TensorFlow"
-"""The prefix of the reason in each mark of a pipeline that stays."""
+"""The start of the reason for a pipeline that stays."""
 
 
 def plan_pipelines(script: Script) -> Edits:
-    """Plan the port of each pipeline to Grain, or keep and report it as a whole."""
+    """Plan the port of each pipeline, or keep all of it and report why."""
     edits = Edits()
     for call in script.calls:
         if (
@@ -74,7 +76,7 @@ def plan_pipelines(script: Script) -> Edits:
 def _problems(
     script: Script, group: PipelineGroup, maps: set[cst.Call]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """The nodes that keep a pipeline from being ported, each with the reason."""
+    """The nodes of a pipeline that have no counterpart, each with the reason."""
     yield from unknown_loads(script, group.foreign)
     for node, path in group.sources:
         if path not in SOURCE_RULES:
@@ -91,7 +93,7 @@ def _problems(
 def _problems_of_stream(
     script: Script, group: PipelineGroup, calls: Sequence[cst.Call]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """What keeps a stream of batches from being ported."""
+    """The nodes of a stream of batches that have no counterpart, with the reasons."""
     for call in calls:
         if method_name(call) == "cache" and draws_before(script, call):
             yield call, MESSAGES["drawn_anew"]
@@ -160,9 +162,9 @@ def _plan(script: Script, edits: Edits, group: PipelineGroup) -> None:
 
 
 def _plan_epochs(script: Script, edits: Edits, group: PipelineGroup) -> None:
-    """Plan `next_epoch` where a loop goes through a shuffled dataset several times.
+    """Plan `next_epoch` for loops that may iterate over a shuffled dataset again.
 
-    Strategies and `fit` shuffle each epoch anew by themselves.
+    Strategies and `fit` shuffle each epoch anew.
     """
     datasets = {*group.operators, *(node for node, _ in group.sources)}
     kept = "reshuffle_each_iteration"
@@ -206,7 +208,7 @@ def _plan_map(script: Script, edits: Edits, call: cst.Call) -> None:
 def _keep(
     script: Script, edits: Edits, group: PipelineGroup, where: cst.CSTNode, why: str
 ) -> None:
-    """Keep a pipeline of tf.data, with the functions that it maps."""
+    """Keep a pipeline and its host functions, and report the node `where`."""
     script.leave(where, f"{PIPELINE_STAYS}: {why}")
     calls = [*group.operators, *(node for node, _ in group.sources)]
     for call in calls:
@@ -219,7 +221,7 @@ def _keep(
 
 
 def _keep_dropped_arguments(script: Script, edits: Edits, call: cst.Call) -> None:
-    """Keep arguments that the port drops, so that no rule reports them."""
+    """Do not visit arguments that the port drops, so that no rule reports them."""
     for arg in call.args:
         path = script.names.tf_path(arg.value) or ""
         is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")

@@ -1,4 +1,4 @@
-"""Ports one script: its text in, the ported text and a report out."""
+"""Ports one script: takes its text, returns the ported text and a report."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ class Ported:
     """A ported script.
 
     Attributes:
-        source: Its text, encoded as the original was.
-        left: What could not be ported, by line of the original.
-        notes: What was ported and behaves differently, by line of the original.
+        source: The ported text, in the encoding of the original.
+        left: What stays to port by hand, by line of the original.
+        notes: What behaves differently once ported, by line of the original.
     """
 
     source: bytes
@@ -49,7 +49,7 @@ def port(source: bytes) -> Ported:
     r"""Port a `tf.distribute` script to replicax, Keras 3 and Grain.
 
     The script is neither run nor imported. Comments `# replicax: <reason>` in the text
-    mark what is left to do. A script that was ported before comes back unchanged.
+    mark what is left to do. Porting a ported script changes nothing.
 
     Args:
         source: The text of a Python module, in its encoding.
@@ -80,9 +80,9 @@ def port(source: bytes) -> Ported:
 
 
 def _ported_module(script: Script) -> cst.Module:
-    """The ported tree of a script, whose findings are in it."""
-    for planner in _PASSES:
-        script.edits |= planner(script)
+    """The ported tree; adds to the findings of the script."""
+    for plan in _PASSES:
+        script.edits |= plan(script)
     for report in _REPORTS:
         report(script)
     changed = script.module.visit(Rewriter(script))
@@ -119,7 +119,7 @@ _PASSES = (
     methods.plan_resets,
     layer_calls.plan_layer_calls,
 )
-"""Look at the whole script and return plans; each sees those of the ones before."""
+"""The analysis passes, in order: each sees the edits of the earlier ones."""
 
 _REPORTS = (
     imports.report_rebound,
@@ -127,7 +127,7 @@ _REPORTS = (
     functional.report_functional,
     layer_calls.report_layers,
 )
-"""Report what stays, and would be wrong in silence."""
+"""Report code that stays, and would train to other numbers without an error."""
 
 
 def _result(findings: set[Finding], source: bytes, marked: list[Finding]) -> Ported:
@@ -139,7 +139,7 @@ def _result(findings: set[Finding], source: bytes, marked: list[Finding]) -> Por
 
 
 def _marked_lines(source: bytes, encoding: str) -> list[Finding]:
-    """The findings that an earlier run has marked in the text."""
+    """The findings that an earlier run wrote into the text as comments."""
     lines = source.decode(encoding).splitlines()
     marked = []
     for i, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""Rewrites a script's syntax tree by the tables and rules of the other modules."""
+"""Rewrites the syntax tree of a script by edits, rules and tables."""
 
 import itertools
 from collections.abc import Callable, Collection
@@ -40,7 +40,7 @@ _Block = TypeVar("_Block", cst.IndentedBlock, cst.Module)
 
 
 class Rewriter(cst.CSTTransformer):
-    """Ports expressions and statements; `imports` ports the imports afterwards."""
+    """Ports all nodes but imports, which `imports` ports afterwards."""
 
     def __init__(self, script: Script) -> None:
         super().__init__()
@@ -48,16 +48,16 @@ class Rewriter(cst.CSTTransformer):
         self._unchanged = set(script.edits.unchanged)
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Visit the children of a node, unless it stays or is ported as a whole."""
+        """Visit the children of a node, unless the node is ported as a whole."""
         if node in self._unchanged:
             return False
-        visit = _UNCHANGED.get(type(node))
-        kept = visit(self._script, node) if visit else ()
-        self._unchanged.update(kept or ())
-        return kept is not None
+        find_unchanged = _UNCHANGED.get(type(node))
+        children = find_unchanged(self._script, node) if find_unchanged else ()
+        self._unchanged.update(children or ())
+        return children is not None
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Port a node whose children are ported: by its plan, or by its kind."""
+        """Port a node whose children are ported, by its edits or else by its type."""
         script, edits = self._script, self._script.edits
         result: Any = updated_node
         port = _PORTS.get(type(original_node))
@@ -81,7 +81,7 @@ class Rewriter(cst.CSTTransformer):
 def _ported_statement(
     script: Script, original: Statement, result: Replacement
 ) -> Replacement:
-    """Mark a ported statement, save its comments, and record it in `outcomes`."""
+    """Add marks, comments and inserted lines to a ported statement, and record it."""
     is_flat = isinstance(result, cst.FlattenSentinel)
     nodes: list[Any] = list(result) if is_flat else [result]
     if result is cst.RemovalSentinel.REMOVE:
@@ -138,7 +138,7 @@ def _ported_name(script: Script, node: cst.Name | cst.Attribute) -> Expression:
 
 
 def _is_annotation(script: Script, node: cst.CSTNode) -> bool:
-    """Whether a node is in a type annotation, of a script without tf.data."""
+    """Whether a node is in a type annotation, and no pipeline of tf.data stays."""
     stays = any(
         finding.reason.startswith(PIPELINE_STAYS) for finding in script.findings
     )
@@ -155,7 +155,7 @@ def _is_compared(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
-    """Change quotes in an f-string, whose own kind Python 3.11 forbids in it."""
+    """Change the quotes of strings in an f-string: Python 3.11 forbids its own."""
     other = "'" if '"' in node.quote else '"'
 
     def requoted(literal: Any, _: Any) -> cst.SimpleString:
@@ -173,7 +173,7 @@ def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
 
 
 def _visit_call(script: Script, node: cst.Call) -> Collection[cst.CSTNode] | None:
-    """Keep a call without a counterpart; of one with a rule, keep the name."""
+    """Leave a call without a counterpart; leave the name of a call that has a rule."""
     path = script.names.tf_path(node.func)
     if path is None or node in script.edits.replacements:
         return ()
@@ -223,7 +223,7 @@ def _with_other_arguments(
 
 
 def _visit_class(script: Script, node: cst.ClassDef) -> Collection[cst.CSTNode]:
-    """Report methods that nothing calls any more."""
+    """Report methods of the class that Keras 3 does not call."""
     members.report_overridden(script, node)
     return ()
 
@@ -235,7 +235,7 @@ def _decorator(script: Script, node: cst.Decorator, updated: cst.Decorator) -> A
 def _line(
     script: Script, node: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
 ) -> Replacement:
-    """Remove a statement that only TensorFlow needs, or that the port made idle."""
+    """Remove a statement that only TensorFlow needs, or that its port made useless."""
     why = statements.removal_reason(script, node)
     if why is not None:
         if why:
@@ -249,13 +249,13 @@ def _line(
 
 
 def _block(script: Script, block: _Block, updated: _Block) -> _Block:
-    """A block with the ports of its statements as its body.
+    """A block of ported statements.
 
-    Comments that outlive a removed statement move above the next one.
+    Comments that stay from a removed statement move above the next statement.
     """
     body: list[Any] = []
-    pending: list[cst.EmptyLine] = []
-    gap: list[cst.EmptyLine] = []
+    pending: list[cst.EmptyLine] = []  # Comments of removed statements,
+    gap: list[cst.EmptyLine] = []  # and the blank lines above them.
     line = script.edits.first_lines.get(block)
     for statement in block.body:
         if line and not is_docstring(statement):
@@ -302,7 +302,7 @@ _UNCHANGED: dict[type, Callable[[Script, Any], Collection[cst.CSTNode] | None]] 
     ),
     cst.With: statements.items_without_effect,
 }
-"""The nodes in a node that stay, by its kind; None where none in it is visited."""
+"""By type: finds the children of a node not to visit; None for all of them."""
 _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.Attribute: _attribute,
     cst.Call: _call,
@@ -317,4 +317,4 @@ _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.SimpleStatementLine: _line,
     cst.With: statements.without_needless_items,
 }
-"""Ports a node from the original one and the one with ported children, by its kind."""
+"""By type: ports a node, given the original and the one with ported children."""

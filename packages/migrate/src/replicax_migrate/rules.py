@@ -1,4 +1,8 @@
-"""Rules: how calls are ported, by rows of the tables or by functions for call sites."""
+"""Rules: functions that port a call, and the rule that applies a row of the tables.
+
+By the row `reduce_sum | input_tensor axis | keras.ops.sum | x axis`, the rule ports
+`tf.reduce_sum(input_tensor=a)` to `keras.ops.sum(x=a)`.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,8 +61,8 @@ class CallSite:
     Attributes:
         script: The script.
         node: The original call.
-        updated: That call with ported function and arguments.
-        path: The path of the function of TensorFlow; `""` for methods of objects.
+        updated: The call with ported function and arguments.
+        path: The path of the called function of TensorFlow; `""` for methods.
     """
 
     script: Script
@@ -73,12 +77,12 @@ class CallSite:
 
     @property
     def owner(self) -> Expression:
-        """The original object whose method is called."""
+        """The object whose method is called, in the original."""
         return object_of(self.node)
 
     @property
     def receiver(self) -> Expression:
-        """The ported object whose method is called."""
+        """The object whose method is called, ported."""
         return object_of(self.updated)
 
     def original(self, position: int, name: str) -> Expression | None:
@@ -103,7 +107,7 @@ class CallSite:
         return value
 
     def refusal(self, why: str) -> Unported:
-        """The refusal of a function, and what to do instead."""
+        """The exception that leaves this call; `why` says what to do instead."""
         return Unported(f"tf.{self.path} stays: {why}")
 
     def make(self, text: str, /, **values: Expression) -> Expression:
@@ -117,13 +121,13 @@ class CallSite:
     def with_args(
         self, args: Iterable[cst.Arg] | None = None, *extra: cst.Arg, func: str = ""
     ) -> cst.Call:
-        """The call with other arguments, and of another function if one is given."""
+        """The call with other arguments; of another function, if `func` is one."""
         kept = self.updated.args if args is None else args
         call = with_args(self.updated, [*kept, *extra])
         return call.with_changes(func=self.script.expression(func)) if func else call
 
     def with_template(self, position: int, name: str, text: str) -> "CallSite":
-        """The call with a template for one of its arguments, if it is given."""
+        """The call with one argument, if there is one, put into a template."""
         old = find_arg(self.updated.args, position, name)
         args = self.updated.args
         if old is not None:
@@ -131,17 +135,17 @@ class CallSite:
         return replace(self, updated=self.with_args(args))
 
     def as_method(self, name: str, args: Iterable[cst.Arg] | None = None) -> cst.Call:
-        """The call as one of another method of the object."""
+        """The call of another method of the same object."""
         call = self.with_args(args)
         assert isinstance(call.func, cst.Attribute)
         func = call.func.with_changes(attr=cst.Name(name))
         return call.with_changes(func=func)
 
     def name_args(self, names: Sequence[str], first: int = 0) -> "CallSite":
-        """The call with names for its arguments by position, from `first` on.
+        """The call with keywords for its positional arguments from `first` on.
 
         Raises:
-            Unported: If an argument has no name, or gets one that is given.
+            Unported: If an argument has no keyword, or the keyword is taken.
         """
         args = []
         for i, arg in enumerate(self.updated.args):
@@ -153,17 +157,17 @@ class CallSite:
         return replace(self, updated=self.with_args(args))
 
     def name_moved_args(self, path: str) -> "CallSite":
-        """The call with names for arguments that have another position in Keras 3."""
+        """The call with keywords for arguments that Keras 3 has at another position."""
         is_old = self.script.is_of_version_1(self.node)
         old = OLD_ORDERS.get(path, ()) if is_old else ()
         names = old if "-" in old else ORDERS.get(path, ())  # Rows bind the others.
         return self.name_args(names, sum(n == "-" for n in names)) if names else self
 
     def call_target(self, args: Iterable[cst.Arg] | None = None) -> cst.Call:
-        """The call of the target in Keras, by the original name if its import stays.
+        """The call of the target of this path.
 
         Raises:
-            Unported: If Keras 3 does not have it.
+            Unported: If Keras 3 does not have the target.
         """
         target = find_target(self.path)
         if target is None or not exists(target):
@@ -178,7 +182,7 @@ Rule: TypeAlias = Callable[[CallSite], Expression]
 
 
 def bind_args(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.Arg]:
-    """Bind arguments to TensorFlow's parameters; a dictionary by parameter name.
+    """Map the names of TensorFlow's parameters to the arguments of a call.
 
     Raises:
         Unported: If an argument is unpacked by a star, or fits no parameter.
@@ -200,7 +204,7 @@ def bind_args(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, c
 
 
 def bind_ported(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]:
-    """Bind the ported arguments of a function to TensorFlow's parameters.
+    """Map the names of TensorFlow's parameters to the ported arguments of a call.
 
     Raises:
         Unported: If an argument is unpacked by a star, or fits no parameter.
@@ -212,14 +216,14 @@ def bind_ported(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]
 
 
 def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Call:
-    """Port a call to one of its row's target, with its arguments mapped.
+    """Port a call by its row: call the target, with the parameters renamed.
 
     Args:
         site: The call.
-        rows: The rows by path; by default those of operators on devices.
+        rows: The rows by path; by default those for code that runs on devices.
 
     Raises:
-        Unported: If the target has no such argument.
+        Unported: If the target lacks the parameter of an argument.
     """
     path = site.path
     row = rows[path] if rows else GUARDED_OPERATORS.get(path) or DEVICE_OPERATORS[path]
@@ -268,12 +272,12 @@ _PLACE = re.compile(r"{(\w+):?(\w*)}")
 
 
 def by_template(text: str, *parameters: str) -> Rule:
-    """Make the rule for a call that becomes a text.
+    """Make the rule that ports a call to a template.
 
     Args:
-        text: A template, with `{self}` for the object whose method is called, `{x}` for
-            an argument of that name, and `{x:form}` for one in another form.
-        *parameters: TF's parameters in their order.
+        text: The template. `{self}` is the object whose method is called, `{x}` the
+            argument `x`, and `{x:float}` the argument converted by `_FORMS["float"]`.
+        *parameters: TensorFlow's parameters, in their order.
     """
     forms: dict[str, str] = {}
     for name, form in _PLACE.findall(text):
@@ -286,7 +290,7 @@ def by_template(text: str, *parameters: str) -> Rule:
         except Unported:
             if site.path:
                 raise
-            return site.updated  # A method of that name of something else.
+            return site.updated  # Another method of that name.
         return site.script.template(template, **values)
 
     return rule
@@ -295,7 +299,7 @@ def by_template(text: str, *parameters: str) -> Rule:
 def _captured(
     site: CallSite, parameters: Sequence[str], forms: Mapping[str, str]
 ) -> dict[str, Expression]:
-    """The values of the names in a template, in their forms."""
+    """The converted arguments that a template names."""
     values = {name: arg.value for name, arg in bind_ported(site, parameters).items()}
     values["self"] = site.receiver
     for name, form in forms.items():
@@ -306,11 +310,11 @@ def _captured(
     return {name: values[name] for name in forms}
 
 
-# Forms of arguments, which rows name behind a colon.
+# Conversions of arguments, which rows name behind a colon: `x:tensor`.
 
 
 def _formed(site: CallSite, name: str, form: str, value: Expression) -> Expression:
-    """The ported argument of a name in another form."""
+    """Convert the ported argument `name` as `form` says."""
     args = zip(site.node.args, site.updated.args, strict=False)
     is_same = len(site.node.args) == len(site.updated.args)
     before = (old.value for old, new in args if is_same and new.value is value)
@@ -321,7 +325,7 @@ def _formed(site: CallSite, name: str, form: str, value: Expression) -> Expressi
 
 
 def _tensor(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """A value as an array, where it may be a variable or a list: those fail on JAX."""
+    """A value as an array, if it may be a variable or a list, which JAX refuses."""
     is_no_array = kind_of(site.script, before) == "variable" or is_list_of_numbers(
         site.script.flow.resolve(before)
     )
@@ -337,7 +341,7 @@ def _lower(site: CallSite, _: Expression, value: Expression) -> Expression:
 
 
 def _numbers(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """The numbers of a tensor of constants, which Keras wants to be Python's."""
+    """The numbers in `tf.constant([1, 2])`: Keras wants numbers of Python here."""
     script, shown = site.script, site.script.flow.resolve(before)
     if not isinstance(shown, cst.Call):
         return value
@@ -357,7 +361,7 @@ def as_array(site: CallSite, before: Expression, value: Expression) -> Expressio
 
 
 def as_float(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """A learning rate as a float, where it is an integer: Keras 3 refuses those."""
+    """A learning rate as a float: Keras 3 refuses integers."""
     if isinstance(before, cst.Integer):
         return cst.Float(f"{before.evaluated_value}.0")
     is_integer = _is_integer(site.script, before)
@@ -365,7 +369,7 @@ def as_float(site: CallSite, before: Expression, value: Expression) -> Expressio
 
 
 def _is_integer(script: Script, node: Expression) -> bool:
-    """Whether a variable is an integer; a parameter's default may be a number, too."""
+    """Whether a variable is an integer, or a parameter whose default is a number."""
     if not isinstance(script.flow.value(node), cst.Integer):
         return False
     bind_args = [
@@ -382,11 +386,11 @@ _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
     "numbers": _numbers,
     "tensor": _tensor,
 }
-"""Functions of the call, the original value and its port, by the name of the form."""
+"""Conversions by name, of the call, the original value and the ported value."""
 
 
 def port_keywords(site: CallSite, table: str) -> list[cst.Arg]:
-    """The arguments of a call by the rows of a table of keywords.
+    """Rename, drop or refuse keyword arguments, as the rows of a table say.
 
     Raises:
         Unported: If one of them has no counterpart.

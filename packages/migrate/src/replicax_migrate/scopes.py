@@ -1,12 +1,13 @@
-"""Puts what a script makes outside of `strategy.scope()` into the scope.
+"""Moves optimizers, variables and `compile` calls into `strategy.scope()`.
 
-TensorFlow makes an optimizer's variables at its first use, in the scope that is open
-then, and its `compile` enters the model's scope. Variables of Keras 3 belong to the
-scope in which they are made, and replicax refuses others. Only lines of their own below
-the strategy move into its scope.
+`model.compile(...)` below `with strategy.scope(): model = ...` becomes
+`with strategy.scope(): model.compile(...)`. TensorFlow makes the variables of an
+optimizer at its first use, and enters the scope of the model in `compile`. Keras 3
+makes them at once, and replicax refuses those of another scope. The pass moves only
+statements below the strategy that have a line of their own.
 
-`fit` compiles the value of a variable that no model has, and that was made in no scope,
-as a constant. This is wrong in silence, and reported.
+`fit` would compile a variable outside of models and scopes as a constant, without an
+error. The pass reports such variables.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,13 +35,13 @@ from replicax_migrate.values import possible_values
 __all__ = ["plan_scopes"]
 
 _KINDS_IN_MODELS = ("layer", "model", "metric")
-"""Kinds of objects whose variables are a model's."""
+"""Kinds of objects whose variables belong to a model."""
 _KINDS_WITH_VARIABLES = ("optimizer", "variable", *_KINDS_IN_MODELS)
 """Kinds of objects that have variables."""
 
 
 def plan_scopes(script: Script) -> Edits:
-    """Plan scopes around what steps use, and around `compile`, outside of a scope."""
+    """Plan scopes around `compile`, and around objects that steps use."""
     edits = Edits()
     blocks = list(scope_blocks(script))
     code = _ReachableCode(script, blocks)
@@ -63,7 +64,7 @@ def plan_scopes(script: Script) -> Edits:
 
 
 class _ReachableCode:
-    """The blocks of scopes, with the functions that they call, through others too."""
+    """The blocks of scopes, and all functions that they call, directly or not."""
 
     def __init__(self, script: Script, blocks: Sequence[cst.CSTNode]) -> None:
         def step(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -73,23 +74,23 @@ class _ReachableCode:
         self._script = script
 
     def has(self, node: cst.CSTNode) -> bool:
-        """Whether a node is in one of the blocks, or in such a function."""
+        """Whether a node is in one of the blocks or functions."""
         return not self.parts.isdisjoint(self._script.parents(node))
 
 
 def _called(script: Script, name: str) -> list[cst.FunctionDef]:
-    """The functions that calls of a name run: of a class, those that make its parts."""
-    makers = [
+    """The functions that `name()` runs; of a class, `__init__` and `build`."""
+    methods = [
         method
         for owner in script.classes(name)
         for key, method in methods_of(owner).items()
         if key in {"__init__", "build"}
     ]
-    return [*script.functions(name), *makers]
+    return [*script.functions(name), *methods]
 
 
 def _compiles_model_of(script: Script, call: cst.Call, code: _ReachableCode) -> bool:
-    """Whether a call compiles or builds a model that is made in a scope."""
+    """Whether a call compiles or builds a model that a scope makes."""
     if method_name(call) not in {"compile", "build"}:
         return False
     models = creations(script, object_of(call))
@@ -97,7 +98,7 @@ def _compiles_model_of(script: Script, call: cst.Call, code: _ReachableCode) -> 
 
 
 def _objects_in(script: Script, parts: Iterable[cst.CSTNode]) -> set[Creation]:
-    """The calls that make the objects which some parts of the script use."""
+    """The calls that make the objects in some parts of the script."""
     return {
         origin
         for part in parts
@@ -109,7 +110,7 @@ def _objects_in(script: Script, parts: Iterable[cst.CSTNode]) -> set[Creation]:
 def _plan_scope(
     script: Script, edits: Edits, call: cst.Call, blocks: Sequence[cst.CSTNode]
 ) -> None:
-    """Plan to put a line into the scope of the strategy, if that is made above."""
+    """Plan to put a line into the scope of the strategy, if the strategy is above."""
     line = script.statement_of(call)
     model = script.flow.reaching(object_of(call))
     around = {p for definition in model for p in script.parents(definition.node)}
@@ -131,7 +132,7 @@ def _plan_scope(
 def _strategy_above(
     script: Script, line: cst.CSTNode, blocks: Sequence[cst.CSTNode]
 ) -> str:
-    """The name of the script's one strategy, if it is made above a line; else `""`."""
+    """The name of the only strategy, if the script makes it above a line; else `""`."""
     strategies = [strategy_of(script, block) for block in blocks]
     if len({script.code(strategy) for strategy in strategies}) != 1:
         return ""
@@ -149,9 +150,10 @@ def _strategy_above(
 
 
 def _is_constant(script: Script, call: cst.Call) -> bool:
-    """Whether a variable that no model has is written, and read by a loss.
+    """Whether a variable outside of models is assigned, and read by a loss.
 
-    A loss is any function that no strategy runs, and no layer or callback has.
+    A loss is any function that no strategy runs and that is no method of a layer or
+    callback.
     """
     is_own = isinstance(script.target_of(call), cst.Attribute)
     if is_own and is_class_of(script, script.class_around(call), _KINDS_IN_MODELS):
@@ -166,7 +168,7 @@ def _is_constant(script: Script, call: cst.Call) -> bool:
 
 
 def _is_written(script: Script, node: Expression) -> bool:
-    """Whether an expression is assigned to, or is given to a class that may do so."""
+    """Whether an expression is assigned, or passed to a class that may assign it."""
     call = script.call_of_arg(node)
     if call is None:
         return attr_of(script.parent(node)) in NAMES["assign_methods"]

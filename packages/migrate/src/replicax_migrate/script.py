@@ -1,4 +1,4 @@
-"""A script that is ported: its syntax tree, names, values, plan and findings."""
+"""`Script`: the syntax tree of a script, facts about its nodes, edits and findings."""
 
 import re
 from collections import defaultdict
@@ -38,13 +38,13 @@ __all__ = [
 _T = TypeVar("_T")
 _Node = TypeVar("_Node", bound=cst.CSTNode)
 _TEMPLATE_PARTS = re.compile(rf'"[^"]*"|(?<![\w.}}])(?:{"|".join(ALIASES)})(?:\.\w+)+')
-"""What a template has in another form in a script: literals, and names of targets."""
+"""The parts of a template to adapt to a script: literals, and names of targets."""
 
 Expression: TypeAlias = cst.BaseExpression
-"""The result of a rewrite rule for a call or an attribute."""
+"""What rules for calls and attributes return."""
 
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
-"""A statement with lines of its own, which may have comments above it."""
+"""A statement with lines of its own, and perhaps comments above."""
 
 Replacement: TypeAlias = (
     Statement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel
@@ -59,11 +59,11 @@ _OPERATIONS = (
 
 
 class Unported(Exception):
-    """Raised by a rule that does not port a node, which stays as it is.
+    """Raised by a rule to leave a node as it is.
 
     Args:
         reason: Why the node stays, and what to do by hand.
-        node: The node to report; by default the one that the rule was for.
+        node: The node to report; by default that of the rule.
     """
 
     def __init__(self, reason: str, node: cst.CSTNode | None = None) -> None:
@@ -73,18 +73,18 @@ class Unported(Exception):
 
 
 class Script:
-    """A script that is ported: its tree, facts about it, the plan, and what was found.
+    """The script that is ported.
 
     Attributes:
-        module: The tree of the original, whose nodes are the keys everywhere.
+        module: The original tree. Edits and facts are looked up by its nodes.
         calls: The calls of the original, in the order of the text.
         names: Resolves names through scopes, imports and aliases.
         flow: The definitions that reach each use of a variable.
-        findings: What was reported so far.
-        needed: First names of targets that were written, such as `"keras"`.
-        plan: What planners want changed.
-        outcomes: The ports of the original statements so far.
-        moved: Ported statements that stand elsewhere now, by the original.
+        findings: The report so far.
+        needed: Modules that the ported code uses, such as `"keras"`.
+        edits: The joined edits of the passes so far.
+        ported_statements: By original statement, the statements of its port.
+        moved: By original statement, its port where that moves to another place.
     """
 
     def __init__(self, module: cst.Module) -> None:
@@ -127,23 +127,23 @@ class Script:
             node = parent
 
     def nodes(self, *kinds: type[_Node]) -> Iterator[_Node]:
-        """The original nodes of some kinds, in the order of the text."""
+        """The original nodes of some types, in the order of the text."""
         return (node for node in self._nodes if isinstance(node, kinds))
 
     def enclosing(self, node: cst.CSTNode, *kinds: type[_Node]) -> _Node | None:
-        """The innermost node of some kinds that an original node is in."""
+        """The innermost node of some types around an original node."""
         return next((p for p in self.parents(node) if isinstance(p, kinds)), None)
 
     def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """The function that an original node is in."""
+        """The innermost function around an original node."""
         return self.enclosing(node, cst.FunctionDef)
 
     def class_around(self, node: cst.CSTNode) -> cst.ClassDef | None:
-        """The innermost class that an original node is in."""
+        """The innermost class around an original node."""
         return self.enclosing(node, cst.ClassDef)
 
     def runs_on_host(self, node: cst.CSTNode) -> bool:
-        """Whether an original node is in a function that runs in an input pipeline."""
+        """Whether an original node is in a host function."""
         return any(parent in self.edits.host_functions for parent in self.parents(node))
 
     def functions(self, name: str) -> list[cst.FunctionDef]:
@@ -159,30 +159,30 @@ class Script:
         return self._positions[node].start.line
 
     def called_path(self, node: cst.CSTNode | None) -> str:
-        """The path of the function of TensorFlow that a node calls; else `""`."""
+        """The path of the TensorFlow function that a node calls; else `""`."""
         path = self.names.tf_path(node.func) if isinstance(node, cst.Call) else None
         return path or ""
 
     def is_of_version_1(self, call: cst.Call) -> bool:
         """Whether a call is of a function of `tf.compat.v1`."""
         root = first_name(call.func)
-        meant = self.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
-        names = [self.names.imported(name) for name in (call.func, meant) if name]
+        value = self.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
+        names = [self.names.imported(name) for name in (call.func, value) if name]
         return any(name and ".compat.v1." in f"{name}." for name in names)
 
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call whose function an original node is; else None."""
+        """The call `node(...)` around an original node; else None."""
         call = self.parent(node)
         return call if isinstance(call, cst.Call) and call.func is node else None
 
     def call_of_arg(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call that an original node is an argument of; else None."""
+        """The call `f(node)` around an original node; else None."""
         arg = self.parent(node)
         call = self.parent(arg) if isinstance(arg, cst.Arg) else None
         return call if isinstance(call, cst.Call) else None
 
     def method_call(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call of a method of the object that an original node is; else None."""
+        """The call `node.method(...)` around an original node; else None."""
         method = self.parent(node)
         return self.call_of(method) if isinstance(method, cst.Attribute) else None
 
@@ -198,7 +198,7 @@ class Script:
         return self.flow.uses(definition) if definition is not None else []
 
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The innermost statement with lines of its own that an original node is in."""
+        """The innermost statement around an original node that has lines of its own."""
         # An `if` in an `if` is an `elif`.
         blocks = (cst.IndentedBlock, cst.Module, cst.If)
         statement = node
@@ -212,12 +212,12 @@ class Script:
     def resolved_arg(
         self, call: cst.CSTNode | None, position: int, name: str
     ) -> cst.BaseExpression | None:
-        """What an argument of an original call is, if given: a variable's value."""
+        """An argument of an original call; for a variable with one value, the value."""
         value = isinstance(call, cst.Call) and arg_value(call, position, name)
         return self.flow.resolve(value or None)
 
     def move_away(self, statement: cst.CSTNode) -> Callable[[Statement], Replacement]:
-        """The function that takes a statement, once ported, to `moved`."""
+        """The replacement that removes a statement, and records its port in `moved`."""
 
         def keep(updated: Statement) -> Replacement:
             marks = self.marks_of(statement)
@@ -227,7 +227,7 @@ class Script:
         return keep
 
     def attempt(self, node: cst.CSTNode, rule: Callable[[], _T], kept: _T) -> _T:
-        """What a rule makes of an original node; if it refuses, `kept` and a report."""
+        """The result of a rule; if that raises `Unported`, `kept` and a report."""
         try:
             return rule()
         except Unported as why:
@@ -235,25 +235,25 @@ class Script:
             return kept
 
     def leave(self, node: cst.CSTNode, reason: str) -> None:
-        """Report an original node that stays as it is, and mark its statement."""
+        """Report an original node as left, and put a mark above its statement."""
         self.findings.add(Finding(self.line(node), _one_line(self.code(node)), reason))
         self._marks.setdefault(self.statement_of(node), {})[reason] = None
 
     def note(self, node: cst.CSTNode, what: str) -> None:
-        """Report an original node whose port behaves differently."""
+        """Add a note: the port of an original node behaves differently."""
         source = _one_line(self.code(node))
         self.findings.add(Finding(self.line(node), source, what, is_left=False))
 
     def marks_of(self, statement: cst.CSTNode) -> list[str]:
-        """The reasons to write above an original statement."""
+        """The reasons of the marks above an original statement."""
         return list(self._marks.get(statement, ()))
 
     def expression(self, target: str) -> cst.BaseExpression:
-        """A target of the tables as an expression of this script."""
+        """The expression for a target, with the module names of this script."""
         return cst.parse_expression(self.local_text(target))
 
     def reference(self, node: cst.CSTNode, target: str) -> cst.BaseExpression:
-        """A target for an original name, by the local name whose import stays."""
+        """The expression for a target, by the original name if its import stays."""
         root = first_name(node)
         local = root.value if root else ""
         is_within = isinstance(node, cst.Attribute)
@@ -264,7 +264,7 @@ class Script:
         return self.expression(target)
 
     def local_text(self, target: str) -> str:
-        """The text of a target of the tables in this script."""
+        """The code for a target, with the module names and quotes of this script."""
         if not is_dotted(target):
             return self.string(target.strip('"')).value if target[0] == '"' else target
         root, dot, rest = target.partition(".")
@@ -274,13 +274,13 @@ class Script:
     def template(
         self, text: str, /, **values: cst.BaseExpression
     ) -> cst.BaseExpression:
-        """An expression from its text, with targets of the tables, and `{x}` for nodes.
+        """An expression from a template such as `"keras.ops.cast({x}, "int32")"`.
 
         Args:
-            text: The text, such as `"keras.ops.cast({x}, "int32")"`. Its modules get
-                their names in this script, its literals the script's quotes.
-            **values: The nodes. Where a dot or a call follows, operations get
-                parentheses.
+            text: The template. Modules get their names in this script, and literals
+                the quotes of this script.
+            **values: The expression for each `{name}`. An operation gets parentheses
+                if a dot or a call follows.
         """
         for name, value in values.items():
             is_followed = f"{{{name}}}." in text or f"{{{name}}}(" in text
@@ -314,7 +314,7 @@ class Script:
 
 
 def _with_marks_on_first_line(module: cst.Module) -> cst.Module:
-    """Move marks from the module's header, where LibCST has them, to its first line."""
+    """Move marks from the header of the module to its first statement."""
     header = list(module.header)
     while header and mark_reason(header[-1]):
         header.pop()
@@ -332,19 +332,19 @@ def _most_used_quote(module: cst.Module) -> str:
 
 
 MARK = "# replicax: "
-"""The prefix of comments that say what could not be ported."""
+"""The prefix of marks: comments that say why a statement is left."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Finding:
-    """A message about a line of the original: not ported, or ported with a difference.
+    """A line of the report.
 
     Attributes:
-        line: Its number in the original, from 1.
-        source: The text there, on one line.
-        reason: What could not be ported, and what to do; or what differs now.
-        is_left: Whether it was left as it was, and marked. Otherwise it is a note.
-        cell: The number of the code cell of a notebook whose line it is; 0 in scripts.
+        line: The number of the line in the original, from 1.
+        source: The code there, shortened to one line.
+        reason: Why the code is left and what to do; of a note, what differs.
+        is_left: Whether the code is left to port by hand. Otherwise this is a note.
+        cell: The number of the notebook's code cell that has the line; 0 in scripts.
     """
 
     line: int
@@ -355,7 +355,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The line, or the cell and its line."""
+        """The line number, behind that of the cell in a notebook."""
         return f"cell {self.cell}:{self.line}" if self.cell else f"{self.line}"
 
     def __str__(self) -> str:
@@ -363,13 +363,13 @@ class Finding:
 
 
 def mark_reason(line: cst.EmptyLine) -> str:
-    """The reason that a mark of an earlier run gives; `""` of other lines."""
+    """The reason in a mark; `""` for other lines."""
     text = line.comment.value if line.comment else ""
     return text.removeprefix(MARK) if text.startswith(MARK) else ""
 
 
 def with_marks(statement: Statement, reasons: list[str]) -> Statement:
-    """`statement` below a comment for each of `reasons` that it does not have yet."""
+    """`statement` below a mark for each reason that has no mark there yet."""
     lines = statement.leading_lines
     there = {mark_reason(line) for line in lines}
     new = [cst.Comment(MARK + reason) for reason in reasons if reason not in there]

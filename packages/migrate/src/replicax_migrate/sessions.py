@@ -1,4 +1,8 @@
-"""Ports sessions and initializers of TensorFlow 1 to loops that call the step."""
+"""Ports sessions of TensorFlow 1 to code that calls the step.
+
+`with tf.Session() as sess: sess.run(train_op)` becomes the statements that compute
+`train_op`. Initializers are removed.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -25,10 +29,10 @@ __all__ = ["plan_sessions"]
 
 
 def plan_sessions(script: Script) -> Edits:
-    """Plan to unwrap each `with tf.Session()`, or report it.
+    """Plan to replace each `with tf.Session()` by its body, or report it.
 
-    The statements that lead from the iterator to a value move to where a session runs
-    the value. A session with other uses stays.
+    The statements that compute a value from an iterator move to the place where the
+    session runs the value. A session with other uses stays.
     """
     edits = Edits()
     for node in script.nodes(cst.With):
@@ -42,15 +46,15 @@ def plan_sessions(script: Script) -> Edits:
 
 
 class _GraphSession:
-    """Plans the port of a session, and of the graph that is built before it."""
+    """Plans the port of a session, and of the graph above it."""
 
     def __init__(self, script: Script, node: cst.With, name: str) -> None:
         self._script = script
         self._node = node
         self._name = name
         self._edits = Edits()
-        # Names of initializers, each with the iterator it is of, if any; of values
-        # that each run makes anew, and of iterators, with the lines that make them.
+        # By name: the iterator of an initializer, `""` for other initializers; the line
+        # that computes a value in each run; the line that makes an iterator.
         self._initializers: dict[str, str | None] = {}
         self._values: dict[str, cst.SimpleStatementLine] = {}
         self._iterators: dict[str, cst.SimpleStatementLine] = {}
@@ -74,7 +78,7 @@ class _GraphSession:
         return self._edits
 
     def _lines_before(self) -> list[cst.SimpleStatementLine]:
-        """The lines before the session, in its block and in those around it."""
+        """The lines above the session, in its block and in the blocks around it."""
         before: list[cst.SimpleStatementLine] = []
         inner: cst.CSTNode = self._node
         for outer in self._script.parents(self._node):
@@ -105,7 +109,7 @@ class _GraphSession:
             self._values |= dict.fromkeys(targets, line)
 
     def _initialized(self, value: Expression) -> str | None:
-        """`""` or an iterator's name if `value` only initializes; else None."""
+        """The name of the iterator that `value` initializes, or `""`; else None."""
         if isinstance(value, cst.List | cst.Tuple):
             parts = [self._initialized(part) for part in elements_of(value)]
             names = [part for part in parts if part is not None]
@@ -146,7 +150,7 @@ class _GraphSession:
         return [dotted_name(part) or "" for part in parts]
 
     def _needed(self, values: list[str]) -> list[cst.SimpleStatementLine]:
-        """The lines that make values, in their order."""
+        """The lines that compute values, in their order."""
 
         def inside(name: str) -> set[str]:
             assign = self._values[name].body[0]
@@ -159,7 +163,7 @@ class _GraphSession:
     def _plan_run(
         self, call: cst.Call, values: list[str] | None
     ) -> set[cst.SimpleStatementLine]:
-        """Plan the port of a run; the lines that move to it."""
+        """Plan the port of a run; return the lines that move to the run."""
         script, statement = self._script, self._script.statement_of(call)
         if not isinstance(statement, cst.SimpleStatementLine):
             raise Unported("a session's run in the head of a statement stays", call)
@@ -173,7 +177,7 @@ class _GraphSession:
         needed = self._needed(values)
 
         def after(updated: Statement) -> Replacement:
-            """Copies of the lines that the run needs, and then its own statement."""
+            """Copies of the lines that the run needs, and the statement of the run."""
             first, *others = [script.moved[line].deep_clone() for line in needed]
             own = [line for line in first.leading_lines if line.comment]
             first = first.with_changes(leading_lines=[*updated.leading_lines, *own])
@@ -188,7 +192,7 @@ class _GraphSession:
     def _plan_initialization(
         self, call: cst.Call, statement: cst.SimpleStatementLine
     ) -> None:
-        """Plan to remove an initializer's run; in a loop, to make its iterator anew."""
+        """Plan to remove the run of an initializer, or to make an iterator anew."""
         script = self._script
         around = script.parents(statement)
         inside = itertools.takewhile(lambda x: x is not self._node, around)

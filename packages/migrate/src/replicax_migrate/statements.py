@@ -1,4 +1,7 @@
-"""Removes statements, servers and settings that only TensorFlow needs."""
+"""Removes statements, servers and settings that only TensorFlow needs.
+
+`with tf.control_dependencies(x): step()` becomes `step()`.
+"""
 
 import itertools
 import re
@@ -43,7 +46,7 @@ _DEFAULT_DEVICE = re.compile(r"/?(device:)?(gpu|tpu)(:0)?", re.IGNORECASE)
 
 
 def removal_reason(script: Script, line: cst.SimpleStatementLine) -> str | None:
-    """The reason to remove a line that only TensorFlow needs; None for other lines."""
+    """Why to remove a line that only TensorFlow needs; None for other lines."""
     small = only_statement(line)
     if isinstance(small, cst.Assert):
         is_version = _asks_version(script, small.test)
@@ -76,7 +79,7 @@ def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:
 def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
     """Whether a node is the statement `x.set_shape(...)` of a tensor.
 
-    A method of that name that the script defines is another one.
+    A script that defines a method `set_shape` has none.
     """
     return (
         isinstance(node, cst.Call)
@@ -88,7 +91,7 @@ def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
 
 
 def items_without_effect(script: Script, node: cst.With) -> list[cst.WithItem]:
-    """The items of a `with` that only graphs needed, or name the default device."""
+    """The items of a `with` that only graphs need, or that name the default device."""
     return [item for item in node.items if _has_no_effect(script, item.item)]
 
 
@@ -96,8 +99,7 @@ def _has_no_effect(script: Script, context: cst.BaseExpression) -> bool:
     if script.called_path(context) != "device":
         name = script.called_path(context) or script.names.tf_path(context)
         return name in NAMES["transparent_contexts"]
-    # The first GPU is where arrays are anyway; TensorFlow, too, takes the CPU if there
-    # is none.
+    # Arrays are on the first GPU anyway, or on the CPU if there is none.
     text = string_of(script.resolved_arg(context, 0, "device_name"))
     return bool(_DEFAULT_DEVICE.fullmatch(text))
 
@@ -105,7 +107,7 @@ def _has_no_effect(script: Script, context: cst.BaseExpression) -> bool:
 def without_needless_items(
     script: Script, node: cst.With, updated: cst.With
 ) -> Replacement:
-    """Remove transparent contexts; unwrap a `with` that has no others."""
+    """Remove items without effect; replace a `with` that has no others by its body."""
     gone = items_without_effect(script, node)
     pairs = zip(node.items, updated.items, strict=True)
     kept = [new for item, new in pairs if item not in gone]
@@ -116,7 +118,7 @@ def without_needless_items(
 
 
 def inlined_body(updated: cst.With | cst.Else) -> Replacement:
-    """Replace a block by its statements; comments above the block stay above them."""
+    """Replace a block by its statements, below the comments above the block."""
     body: list[Any] = list(updated.body.body)
     if not isinstance(updated.body, cst.IndentedBlock):
         body = [cst.SimpleStatementLine(body=body)]
@@ -130,7 +132,7 @@ def inlined_body(updated: cst.With | cst.Else) -> Replacement:
 def without_empty_block(
     script: Script, node: cst.For | cst.If, updated: cst.For | cst.If
 ) -> Replacement:
-    """Remove a loop or an `if` whose body the port has emptied; else keep it."""
+    """Remove a loop or an `if` if the port has removed its whole body."""
     is_elif = isinstance(node, cst.If) and isinstance(script.parent(node), cst.If)
     was_empty = not node.body.body
     if was_empty or updated.body.body or updated.orelse is not None or is_elif:
@@ -139,15 +141,15 @@ def without_empty_block(
 
 
 def comment_lines(statement: cst.CSTNode) -> list[cst.EmptyLine]:
-    """The comments of a statement that is removed, as lines of their own."""
+    """The comments of a removed statement, as lines of their own."""
     return [cst.EmptyLine(comment=comment) for comment in _comments(statement)]
 
 
 def remaining_comments(statement: cst.CSTNode) -> list[cst.EmptyLine]:
     """The comments that stay when a statement is removed.
 
-    Comments directly above a removed statement or on its line are removed with it.
-    Others, such as the heading of a section that a blank line follows, stay.
+    Comments directly above the statement or on its line are removed. Others stay,
+    such as the heading of a section with a blank line below.
     """
     gone: list[cst.CSTNode] = []
     for node in walk(statement):
@@ -169,7 +171,7 @@ def lost_comments(
 ) -> list[cst.EmptyLine]:
     """The comments inside a simple statement that its port `nodes` lacks.
 
-    Compound statements lose none: their inner statements keep them.
+    Compound statements lose no comments.
     """
     if not isinstance(original, cst.SimpleStatementLine):
         return []
@@ -268,13 +270,12 @@ def _without_first_branch(updated: cst.If) -> Replacement:
 
 
 def plan_settings(script: Script) -> Edits:
-    """Plan to remove variables of `tf.data.Options()`, `ConfigProto()` and `AUTOTUNE`.
+    """Plan to remove settings of TensorFlow that are assigned to variables.
 
-    So are lists of `tf.TensorSpec` that are signatures of a `tf.function`, and an `if`
-    that only raises for a version of TensorFlow.
-
-    A variable with a use that is not ported stays, with the assignments to its
-    attributes.
+    These are `tf.data.Options()`, `ConfigProto()`, `AUTOTUNE`, and lists of
+    `tf.TensorSpec` for the signature of a `tf.function`. A variable stays, with the
+    assignments to its attributes, if one of its uses stays. An `if` that only raises
+    an error for a version of TensorFlow is removed too.
     """
     edits = Edits()
     for node in script.nodes(cst.If):
@@ -325,7 +326,7 @@ def _is_setting(script: Script, edits: Edits, definition: Definition) -> bool:
     if not (script.edits.unchanged | edits.unchanged).isdisjoint(
         script.parents(definition.node)
     ):
-        return False  # In a function that is removed or stays as a whole.
+        return False  # The function around it is removed, or stays as a whole.
     if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
         return False
     value = definition.values[0]
@@ -339,7 +340,7 @@ def _is_setting(script: Script, edits: Edits, definition: Definition) -> bool:
 
 
 def _is_in_ported_call(script: Script, edits: Edits, use: cst.CSTNode) -> bool:
-    """Whether the port removes a use, or it is the signature of a `tf.function`."""
+    """Whether a use is in a ported call, or is the signature of a `tf.function`."""
     arg, call = script.parent(use), script.call_of_arg(use)
     if not isinstance(arg, cst.Arg):
         return False
@@ -351,7 +352,7 @@ def _is_in_ported_call(script: Script, edits: Edits, use: cst.CSTNode) -> bool:
 
 
 def _attribute_assignment(script: Script, use: cst.CSTNode) -> cst.Assign | None:
-    """The assignment to an attribute of a variable, at its use: `options.a.b = c`."""
+    """The assignment `options.a.b = c` around a use of `options`; else None."""
     node: cst.CSTNode | None = use
     while isinstance(parent := script.parent(node) if node else None, cst.Attribute):
         node = parent

@@ -1,4 +1,7 @@
-"""Reads `tables.toml`: the target of each name of TensorFlow, or why it has none."""
+"""Reads `tables.toml`: the target of each path, or why the path has none.
+
+`find_target("math.abs")` is `"keras.ops.abs"`.
+"""
 
 import fnmatch
 import functools
@@ -14,15 +17,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """A row of the tables: the target of a function of TensorFlow, and its parameters.
+    """A row of the tables: how calls of a TensorFlow function become calls of a target.
 
     Attributes:
-        target: Its dotted name, such as `"keras.ops.sum"`.
-        parameters: TF's parameters in their order, each with the target's name. `-`
-            drops an argument; `!` refuses values other than None and False; `*` before
-            a name passes the argument by keyword.
-        defaults: Defaults of TF's that the target does not have, as source text.
-        forms: Forms that the target takes some parameters in, see `rules`.
+        target: The dotted name of the target, such as `"keras.ops.sum"`.
+        parameters: TensorFlow's parameters in their order, with their names in the
+            target. `-` drops an argument; `!` refuses values other than None and
+            False; `*` before a name passes the argument by keyword.
+        defaults: Defaults of TensorFlow that the target does not have, as code.
+        forms: Conversions of arguments, see `rules`.
     """
 
     target: str
@@ -32,12 +35,12 @@ class Operator:
 
 
 def _lists(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """The words of each row of a table."""
+    """Split the rows of a table into words."""
     return {key: tuple(text.split()) for key, text in table.items()}
 
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:
-    """Invert a table of rows `value = names` to one entry for each name."""
+    """Invert rows `value = names` to one entry for each name."""
     return {
         name: _with_last_part(value, name) if value.endswith(".*") else value
         for value, names in table.items()
@@ -46,7 +49,7 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_last_part(target: str, name: str) -> str:
-    """`keras.ops.*` with the last part of a name, such as that of `math.abs`."""
+    """`keras.ops.abs` for `keras.ops.*` and `math.abs`."""
     return target.replace("*", name.rpartition(".")[2].removeprefix("reduce_"))
 
 
@@ -93,8 +96,8 @@ def _templates(rows: Iterable[str]) -> dict[str, tuple[list[str], str]]:
 _FILE = resources.files("replicax_migrate").joinpath("tables.toml")
 _DATA = tomllib.loads(_FILE.read_text("utf-8"))
 
-# The tables have the names that they have in the file, which says what their rows are.
-# Rows of many names, `value = names`, are by name here.
+# The file says what the rows of each table are. Rows `value = names` become one entry
+# for each name.
 
 ALIASES: dict[str, str] = _DATA["aliases"]
 OLD_PREFIXES: dict[str, str] = _DATA["old_prefixes"]
@@ -108,12 +111,12 @@ NEED_TENSORFLOW = frozenset(_STAYING)
 """Paths of what Keras 3 makes with TensorFlow on all backends."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
 _FOREIGN = _by_name(_DATA["foreign"])
-"""Why packages stay, by patterns of names."""
+"""Why imports of packages stay, by patterns of names."""
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
 GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 WRITTEN = _templates(_DATA["operators"]["written"])
-"""Templates of calls by path: TF's parameters, and the text with `{x}` for them."""
+"""Templates by path: TensorFlow's parameters, and the text with `{x}` for them."""
 ARGUMENTS = _lists(_DATA["arguments"])
 KEYWORDS = {
     table: {
@@ -123,7 +126,7 @@ KEYWORDS = {
     }
     for table, rows in _DATA["keywords"].items()
 }
-"""What becomes of keywords, and the reason, by function or method and by keyword."""
+"""By function or method and by keyword: the action for the keyword, and its reason."""
 OLD_KEYWORDS: dict[str, str] = _DATA["old_keywords"]
 OLD_ORDERS = {k: v.split() for k, v in _by_name(_DATA["old_orders"]).items()}
 """Parameters in the order of TensorFlow 1, by path."""
@@ -132,14 +135,14 @@ IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])
 NO_STREAM: dict[str, str] = _DATA["no_stream"]
 ORDERS = {k: v.split() for k, v in _by_name(_DATA["orders"]).items()}
-"""Parameters by position of what has another order in Keras 3; `"-"` for equal ones."""
+"""Parameters by path whose order Keras 3 has changed; `"-"` for unchanged ones."""
 CALL_ORDERS = _lists(_DATA["call_orders"])
 MESSAGES: dict[str, str] = _DATA["messages"]
 CHANGED_DEFAULTS = _arguments(_DATA["changed_defaults"])
-"""Paths, and positions and names of arguments with other defaults in Keras 2."""
+"""Path, position and name of arguments with other defaults in Keras 2."""
 
 READERS = _products(_DATA["readers"])
-"""Paths of functions of Keras that read data in batches; `format="grain"` for Grain."""
+"""Paths of functions of Keras that read batches; `format="grain"` gives Grain's."""
 OPTIMIZERS = _products(_DATA["optimizers"])
 """Paths of the classes of optimizers."""
 
@@ -154,7 +157,7 @@ _NOTHING = object()
 
 
 def is_dotted(target: str) -> bool:
-    """Whether a target is a name in a module, not a literal or a builtin."""
+    """Whether a target is a name in a module, such as `keras.ops.sum`."""
     return target.partition(".")[0] in ALIASES
 
 
@@ -165,19 +168,19 @@ def is_module(path: str) -> bool:
 
 
 def is_module_of_keras(target: str) -> bool:
-    """Whether a dotted target is a module of Keras 3, which one can import."""
+    """Whether a dotted target is a module of Keras 3."""
     is_there = target.partition(".")[0] == "keras" and exists(target)
     return is_there and inspect.ismodule(_resolved(target))
 
 
 @functools.cache
 def exists(target: str) -> bool:
-    """Whether a dotted target such as `"keras.layers.Dense"` is public there."""
+    """Whether a dotted target such as `"keras.layers.Dense"` exists and is public."""
     return _resolved(target) is not _NOTHING
 
 
 def _resolved(target: str) -> Any:
-    """Import a public target; `_NOTHING` if absent, None for a field of instances."""
+    """The value of a public target; `_NOTHING` if absent, None for a field."""
     root, *parts = target.split(".")
     value: Any = importlib.import_module(ALIASES[root])
     for i, part in enumerate(parts):
@@ -195,7 +198,7 @@ def _resolved(target: str) -> Any:
 
 @functools.cache
 def kind_of_target(target: str) -> str | None:
-    """The kind of object that a call of a target of Keras makes, such as `"model"`."""
+    """The kind of object that a call of a target makes, such as `"model"`."""
     if target in _MAKERS:
         return _MAKERS[target]
     name = target.rpartition(".")[2]
@@ -249,7 +252,7 @@ def is_known(path: str) -> bool:
 
 
 def find_reason(path: str) -> str:
-    """Why a path has no target, and what to do instead; of `""`, the module's."""
+    """Why a path has no target, and what to do instead."""
     if not path:
         return "the module `tensorflow` is used as a value: port it by hand"
     for prefix, _ in _prefixes(path):
@@ -260,7 +263,7 @@ def find_reason(path: str) -> str:
 
 
 def foreign_problem(name: str) -> str:
-    """Why an imported name stays that needs TensorFlow; `""` for other names."""
+    """Why an imported name needs TensorFlow, and stays; `""` for other names."""
     prefixes = [prefix for prefix, _ in _prefixes(name)][::-1]
     for pattern, why in _FOREIGN.items():
         if fitting := fnmatch.filter(prefixes, pattern):
@@ -269,7 +272,7 @@ def foreign_problem(name: str) -> str:
 
 
 def _prefixes(path: str) -> Iterator[tuple[str, str]]:
-    """The prefixes of a path from the longest on, with the rest of each."""
+    """The prefixes of a path, longest first, each with the rest of the path."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         yield ".".join(parts[:n]), ".".join(parts[n:])

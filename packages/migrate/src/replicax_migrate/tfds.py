@@ -1,7 +1,9 @@
-"""Ports `tfds.load` of data sets that Keras has: `keras.datasets`, as Grain's datasets.
+"""Ports `tfds.load` of data sets that `keras.datasets` has, such as `"mnist"`.
 
-The examples are the same, in the order of Keras' files. Sizes and numbers of classes
-that a script asks the `info` object for are taken from the arrays.
+`tfds.load("mnist", split="train", as_supervised=True)` becomes a call of
+`keras.datasets.mnist.load_data()` above, and `rx.input.numpy_dataset` of its arrays.
+The examples are the same, in another order. `info.splits["train"].num_examples` becomes
+the length of an array.
 """
 
 import re
@@ -21,7 +23,7 @@ __all__ = ["plan_loads", "unknown_loads"]
 
 _PACKAGE = "tensorflow_datasets"
 _CLASSES = {"mnist": 10, "fashion_mnist": 10, "cifar10": 10, "cifar100": 100}
-"""The data sets of Keras, whose splits are `train` and `test`, and their classes."""
+"""Data sets of Keras with splits `train` and `test`, and the number of classes."""
 _SHAPES = {"mnist": "(28, 28, 1)", "fashion_mnist": "(28, 28, 1)"}
 _SHAPE = "(32, 32, 3)"
 _SPLIT = re.compile(r"(train|test)(?:\[(\d+%?)?:(\d+%?)?\])?")
@@ -32,13 +34,13 @@ class _Load(NamedTuple):
     """The resolved arguments of a call of `tfds.load`.
 
     Attributes:
-        name: The data set, as `keras.datasets` has it.
-        splits: The names of splits; none if the script gets all, in a dictionary.
-        is_list: Whether the script names several splits, in a list.
-        test: The condition that chooses between two splits; else `""`.
-        is_supervised: Whether examples are pairs, and no dictionaries.
-        info: The target that the `info` object is bound to, if there is one.
-        uses: Expressions of that object, with the code that replaces each.
+        name: The name of the data set in `keras.datasets`.
+        splits: The names of splits; empty for a dictionary of all splits.
+        is_list: Whether the result is a list of splits.
+        test: The condition that chooses one of two splits; else `""`.
+        is_supervised: Whether examples are pairs, not dictionaries.
+        info: The variable of the `info` object, if there is one.
+        uses: By expression of that variable, the code that replaces it.
     """
 
     name: str
@@ -53,7 +55,7 @@ class _Load(NamedTuple):
 def unknown_loads(
     script: Script, calls: list[cst.Call]
 ) -> Iterator[tuple[cst.Call, str]]:
-    """The calls without a counterpart in `keras.datasets`, and why."""
+    """The calls that `keras.datasets` cannot replace, each with the reason."""
     for call in calls:
         try:
             _parse_load(script, call)
@@ -62,7 +64,7 @@ def unknown_loads(
 
 
 def plan_loads(script: Script, edits: Edits, calls: list[cst.Call]) -> None:
-    """Plan the port of calls, none of which is among `unknown_loads`."""
+    """Plan the port of calls of which `unknown_loads` yields none."""
     for call in calls:
         _plan(script, edits, call, _parse_load(script, call))
     for node in script.calls:
@@ -73,7 +75,7 @@ def plan_loads(script: Script, edits: Edits, calls: list[cst.Call]) -> None:
 
 
 def _parse_load(script: Script, call: cst.Call) -> _Load:
-    """Resolve the arguments of a call, or refuse it."""
+    """Resolve the arguments of a call, or raise `Unported`."""
     if script.names.imported(call.func) != f"{_PACKAGE}.load":
         raise Unported("")
     if not isinstance(script.statement_of(call), cst.SimpleStatementLine):
@@ -100,12 +102,12 @@ def _parse_load(script: Script, call: cst.Call) -> _Load:
 
 
 def _value(script: Script, node: Expression) -> Expression:
-    """The expression that a variable stands for; a parameter stays, as it may vary."""
+    """The only value of a variable; the node itself for a parameter, which may vary."""
     return node if is_parameter(script, node) else script.flow.resolve(node)
 
 
 def _text(script: Script, node: Expression | None) -> str | None:
-    """The name of a data set or a split; None if it is not in sight."""
+    """The text of a data set or split; None if the script does not show it."""
     value = _value(script, node) if node is not None else cst.Name("None")
     if isinstance(value, cst.SimpleString):
         return string_of(value)
@@ -209,8 +211,8 @@ def _plan(script: Script, edits: Edits, call: cst.Call, load: _Load) -> None:
         edits.replacements[target] = lambda updated: updated.elements[0].value
     for node, what in load.uses.items():
         labels = {k: pair[1] for k, pair in names.items()}
-        made = cst.parse_expression(what.format(**labels))
-        edits.replacements[node] = lambda updated, made=made: made
+        new = cst.parse_expression(what.format(**labels))
+        edits.replacements[node] = lambda updated, new=new: new
 
 
 def _unused_name(script: Script, edits: Edits, name: str) -> str:
@@ -235,7 +237,7 @@ def _dataset(load: _Load, split: str, names: dict[str, tuple[str, str]]) -> str:
 
 
 def _index(text: str | None, labels: str) -> str:
-    """The code of a slice's bound: a number of examples, or a percentage of them."""
+    """The code for the bound of a slice: a number of examples, or a percentage."""
     if text is None or text in {"0", "0%", "100%"}:
         return ""
     percent = text.removesuffix("%")

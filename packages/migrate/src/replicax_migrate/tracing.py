@@ -1,4 +1,8 @@
-"""Finds the functions that strategies trace, and what tracing changes in them."""
+"""Finds the functions that strategies trace, and gives them random generators.
+
+In a traced step, `tf.random.normal([2])` becomes
+`keras.random.normal([2], seed=seed_generator)`, with a generator made in the scope.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -45,17 +49,17 @@ def is_tf_function(script: Script, decorator: cst.Decorator) -> bool:
 
 
 def is_traced(script: Script, node: cst.CSTNode) -> bool:
-    """Whether an original node is in a function that a strategy compiles."""
+    """Whether an original node is in a traced function."""
     return any(
         parent in script.edits.traced_functions for parent in script.parents(node)
     )
 
 
 def plan_traced(script: Script) -> Edits:
-    """Plan which functions are traced: those that strategies run, and what they call.
+    """Record the traced functions: those that strategies run, and their callees.
 
-    Methods of models and layers that `fit` compiles count, and so do model functions of
-    estimators.
+    Methods of models and layers that `fit` compiles, and model functions of estimators
+    are traced too.
     """
     edits = Edits()
     first = [*_run_by_strategies(script), *_compiled_methods(script)]
@@ -64,18 +68,16 @@ def plan_traced(script: Script) -> Edits:
 
 
 def with_callees(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
-    """Functions and all functions of the script that they call, through others too."""
-    return set(reachable(functions, lambda each: _called_functions(script, each)))
+    """Functions, and all functions of the script that they call, directly or not."""
+    return set(
+        reachable(functions, lambda function: _called_functions(script, function))
+    )
 
 
 def calls_in(script: Script, functions: Iterable[cst.CSTNode]) -> list[cst.Call]:
-    """The calls in functions, and in those that they call, each once."""
-    functions_called = sorted(with_callees(script, functions), key=script.line)
-    return list(
-        dict.fromkeys(
-            call for each in functions_called for call in find(each, cst.Call)
-        )
-    )
+    """The calls in functions and in their callees, each once."""
+    callees = sorted(with_callees(script, functions), key=script.line)
+    return list(dict.fromkeys(call for f in callees for call in find(f, cst.Call)))
 
 
 def _called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -117,7 +119,7 @@ def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
 
 
 def external_bases(script: Script, owner: cst.ClassDef | None) -> list[Expression]:
-    """The bases of a class, and of its bases, that the script does not define."""
+    """The bases of a class, direct or not, that the script does not define."""
     seen = with_bases(script, owner)
     named = {owner.name.value for owner in seen} | {"object", "ABC", "Protocol"}
     every_base = [base.value for owner in seen for base in owner.bases]
@@ -127,14 +129,14 @@ def external_bases(script: Script, owner: cst.ClassDef | None) -> list[Expressio
 def class_of_method(
     script: Script, function: cst.FunctionDef | None
 ) -> cst.ClassDef | None:
-    """The class that a function is a method of; None if it is no method."""
+    """The class of a method; None for other functions."""
     block = script.parent(function) if function else None
     owner = script.parent(block) if block else None
     return owner if isinstance(owner, cst.ClassDef) else None
 
 
 def calls_estimator_spec(script: Script, node: cst.CSTNode) -> bool:
-    """Whether `EstimatorSpec` is called in a node, such as a model function."""
+    """Whether a node, such as a model function, calls `EstimatorSpec`."""
     calls = find(node, cst.Call)
     return any(script.called_path(call) == "estimator.EstimatorSpec" for call in calls)
 
@@ -148,10 +150,10 @@ RANDOM_FUNCTIONS = [
 
 
 def plan_randomness(script: Script) -> Edits:
-    """Plan a `SeedGenerator` in a strategy's scope, for steps that need one.
+    """Plan a `SeedGenerator` for each traced call that draws random numbers.
 
-    Methods of layers and models have one of their own. Steps that cannot see a scope's
-    variables get none, and are reported.
+    A layer or model gets a generator of its own; other steps use one that is made in
+    the scope of a strategy. A step that cannot see a scope gets none, and is reported.
     """
     edits = Edits()
     homes = {block: script.function_of(block) for block in scope_blocks(script)}
@@ -185,10 +187,10 @@ def _new_generator(script: Script, arguments: str = "") -> str:
 
 
 def _plan_own_generator(script: Script, edits: Edits, node: cst.Call) -> bool:
-    """Plan `self.seed_generator` in the constructor of the layer that a call is in.
+    """Plan `self.seed_generator` in the constructor of the layer around a call.
 
     Returns:
-        Whether that can be done, and the call is in a method of a layer or model.
+        Whether the call is in a method of a layer or model that can get a generator.
     """
     function = script.function_of(node)
     owner = class_of_method(script, function)

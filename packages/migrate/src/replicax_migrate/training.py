@@ -1,10 +1,10 @@
-"""Ports calls of training steps that Keras 3 lacks, and what a `train_step` logs.
+"""Ports calls in training steps that Keras 3 lacks, and the logs of a `train_step`.
 
 `optimizer.minimize(loss)` becomes a gradient tape. `model.compiled_loss(y, y_pred)`
-becomes a call of `compute_loss` and an update of the metric `loss`, which Keras 2 made.
+becomes `model.compute_loss(y=y, y_pred=y_pred)` and an update of the metric `loss`.
 
-Keras 3 has that metric in every model. Where a step logs nothing but `loss`, `fit` logs
-the metric instead, which is 0 unless the step updates it.
+Every model of Keras 3 has the metric `loss`. If a step returns only `{"loss": loss}`,
+`fit` logs the metric instead, which is 0 unless the step updates it.
 """
 
 import functools
@@ -41,7 +41,7 @@ __all__ = ["plan_train_steps", "plan_training", "report_trainable"]
 
 
 def plan_training(script: Script) -> Edits:
-    """Plan the port of calls of `minimize` and `compiled_loss`, where it is literal."""
+    """Plan the port of calls of `minimize` and `compiled_loss`."""
     edits = Edits()
     for node in filter(_is_minimize, script.calls):
         function = script.function_of(node)
@@ -63,7 +63,7 @@ def plan_training(script: Script) -> Edits:
 
 
 def _has_variables(script: Script, node: cst.Call) -> bool:
-    """Whether a call of `minimize` names a loss, no function, and variables."""
+    """Whether a call of `minimize` has variables, and a loss that is no function."""
     loss = script.flow.resolve(arg_value(node, 0, "loss"))
     is_function = isinstance(loss, cst.Lambda) or (
         isinstance(loss, cst.Name) and bool(script.functions(loss.value))
@@ -91,7 +91,7 @@ def _with_own_tape(script: Script, updated: cst.Call) -> Expression:
 
 
 def _estimator_minimize(script: Script, updated: cst.Call) -> cst.Call:
-    """Port `minimize` to `rx.estimator.minimize`, which counts the step by itself."""
+    """Port `minimize` to `rx.estimator.minimize`, which counts the step."""
     values = [object_of(updated), arg_value(updated, 0, "loss")]
     values.append(kwarg_value(updated, "var_list"))
     args = [cst.Arg(value) for value in values if value is not None]
@@ -99,7 +99,7 @@ def _estimator_minimize(script: Script, updated: cst.Call) -> cst.Call:
 
 
 def _plan_tape(script: Script, edits: Edits, call: cst.Call) -> None:
-    """Plan to move the straight-line code that computes the loss into a tape."""
+    """Plan to move the statements that compute the loss into a gradient tape."""
     line = script.statement_of(call)
     block = script.parent(line)
     loss = arg_value(call, 0, "loss")
@@ -185,7 +185,7 @@ def _with_tape(
 
 
 def _is_compiled_loss(script: Script, node: cst.Call) -> bool:
-    """Whether a call is of a Keras model's `compiled_loss`, not the script's own."""
+    """Whether a call is of the `compiled_loss` of Keras, not one of the script."""
     if method_name(node) != "compiled_loss" or script.called_path(node):
         return False
     is_of_module = script.names.imported(first_name(node.func)) is not None
@@ -196,7 +196,7 @@ _COMPILED_LOSS = "there is no compiled_loss: use self.compute_loss(y=y, y_pred=y
 
 
 def _plan_compiled_loss(script: Script, edits: Edits, node: cst.Call) -> None:
-    """Plan `compute_loss` and the update of the metric `loss`, or refuse a call."""
+    """Plan `compute_loss` and the update of the metric `loss`, or raise `Unported`."""
     line, function = script.statement_of(node), script.function_of(node)
     model, target = dotted_name(object_of(node)), script.target_of(node)
     small = only_statement(line)
@@ -215,7 +215,7 @@ def _plan_compiled_loss(script: Script, edits: Edits, node: cst.Call) -> None:
 def _update_of_loss(
     script: Script, function: cst.FunctionDef, model: str, name: str
 ) -> str:
-    """The code that updates the metric `loss` of a model with a variable."""
+    """The code that updates the metric `loss` of a model with the variable `name`."""
     metric = unused_name(names_in(function), "metric", "loss_metric")
     return (
         f"for {metric} in {model}.metrics:\n"
@@ -227,7 +227,7 @@ def _update_of_loss(
 def _check_compiled_loss(
     script: Script, node: cst.Call, model: str, function: cst.FunctionDef
 ) -> None:
-    """Refuse a call of `compiled_loss` whose losses `compute_loss` would add twice."""
+    """Raise `Unported` if `compute_loss` would add regularization losses twice."""
     if any(arg.star for arg in node.args):
         raise Unported(_COMPILED_LOSS)
     if methods_named(script, object_of(node), "compute_loss"):
@@ -255,7 +255,7 @@ def _compute_loss(updated: cst.Call) -> cst.Call:
 
 
 def plan_train_steps(script: Script) -> Edits:
-    """Plan updates of the metric `loss` in steps that log nothing but their loss."""
+    """Plan updates of the metric `loss` in steps that log only their loss."""
     edits = Edits()
     for function in [*script.functions("train_step"), *script.functions("test_step")]:
         owner = class_of_method(script, function)
@@ -282,13 +282,13 @@ def _plan_metric_update(
             script.note(node, MESSAGES["loss_of_epoch"])
 
 
-# Models that are frozen behind their compile.
+# Models that are frozen after `compile`.
 
 
 def report_trainable(script: Script) -> None:
-    """Report assignments to `trainable` of a model that is compiled already.
+    """Report assignments to `trainable` of a compiled model.
 
-    Keras 2 trains what was trainable when the model was compiled.
+    Keras 2 trains the variables that were trainable in `compile`.
     """
     targets = [
         target
@@ -307,7 +307,7 @@ def report_trainable(script: Script) -> None:
 
 
 def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
-    """The model in `for layer in model.layers`, of a layer; None for other names."""
+    """The model of a layer in `for layer in model.layers`; None for other names."""
     for definition in definitions(script, node):
         match loop_container(script, definition.node):
             case (cst.Attribute(attr=cst.Name("layers"), value=model), _):
@@ -318,7 +318,7 @@ def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
 def _calls_of(
     script: Script, model: Expression, names: tuple[str, ...]
 ) -> list[cst.Call]:
-    """The calls of some methods of a model, under any of its names."""
+    """The calls of some methods of a model, by any name of the model."""
     models = {
         origin for origin in creations(script, model) if isinstance(origin, cst.Call)
     }
@@ -334,9 +334,9 @@ def _calls_of(
 def _is_changed_after_compile(
     script: Script, node: cst.CSTNode, model: Expression
 ) -> bool:
-    """Whether a model was compiled before an assignment, and is not compiled again.
+    """Whether a model is compiled before an assignment, and not compiled again.
 
-    A model that one function makes and compiles counts as compiled in the others.
+    A model that one function makes and compiles counts as compiled in others.
     """
     around = script.function_of(node)
     compiled = _calls_of(script, model, ("compile",))

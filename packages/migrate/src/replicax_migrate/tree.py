@@ -1,4 +1,4 @@
-"""Questions to nodes of a syntax tree, and small nodes that ports are made of."""
+"""Helpers for LibCST nodes: what a node is, and how to make a small node."""
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -18,14 +18,14 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def find(node: cst.CSTNode, *kinds: type[_Node]) -> Iterator[_Node]:
-    """The nodes of some kinds in a node, itself included, in the order of the text."""
+    """The nodes of some types in a node, itself included, in the order of the text."""
     for inner in walk(node):
         if isinstance(inner, kinds):
             yield inner
 
 
 def reachable(first: Iterable[_T], step: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """Each of `first`, and all that repeated steps lead to from there, each once."""
+    """The items of `first`, and all items that repeated steps lead to, each once."""
     pending, seen = [*first], set[_T]()
     while pending:
         item = pending.pop()
@@ -74,7 +74,7 @@ def method_name(node: cst.CSTNode | None) -> str:
 
 
 def object_of(node: cst.CSTNode) -> cst.BaseExpression:
-    """The object whose method a call is of; the function where it is no method."""
+    """The object `x` of a call `x.method()`; the function of other calls."""
     assert isinstance(node, cst.Call)
     return node.func.value if isinstance(node.func, cst.Attribute) else node.func
 
@@ -103,7 +103,7 @@ def calls_super(node: cst.CSTNode | None) -> bool:
 
 
 def is_list_of_numbers(node: cst.CSTNode) -> bool:
-    """Whether a node displays a list of numbers, or of such lists."""
+    """Whether a node is a literal list of numbers, or of such lists."""
     parts = [
         p.expression if isinstance(p, cst.UnaryOperation) else p
         for p in elements_of(node)
@@ -129,18 +129,18 @@ def operands(node: cst.CSTNode) -> list[cst.BaseExpression]:
 
 
 def names_in(node: cst.CSTNode) -> set[str]:
-    """The names in a node, bound ones and those of attributes and keywords included."""
+    """All names in a node, with those of attributes and keywords."""
     return {name.value for name in find(node, cst.Name)}
 
 
 def unused_name(used: Container[str], *wanted: str) -> str:
-    """The first of `wanted` that is not used, or the first one with a number."""
+    """The first wanted name that is not used; else `wanted[0]` with a number."""
     numbered = (f"{wanted[0]}_{i}" for i in itertools.count(2))
     return next(n for n in itertools.chain(wanted, numbered) if n not in used)
 
 
 def used_names(module: cst.CSTNode) -> set[str]:
-    """The names that a module reads, roughly: all but those of imports."""
+    """The names in a module outside of imports, keywords and attributes."""
 
     def inside(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
         if isinstance(node, cst.Attribute | cst.Arg):
@@ -156,7 +156,7 @@ def used_names(module: cst.CSTNode) -> set[str]:
 
 
 def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]:
-    """Pairs of local name and full name that an import binds; of a star, the module."""
+    """Pairs of local and full name that an import binds; `"*"` and the module."""
     if isinstance(node, cst.Import):
         for alias in node.names:
             name = alias.evaluated_name
@@ -189,7 +189,7 @@ def module_of(node: cst.ImportFrom) -> str:
 
 
 def import_alias(name: str, local: str) -> cst.ImportAlias:
-    """`name as local` of an import; `name` alone where they are the same."""
+    """`name as local` in an import; `name` alone if both are equal."""
     asname = None if name == local else cst.AsName(cst.Name(local))
     node = cst.parse_expression(name)
     assert isinstance(node, cst.Name | cst.Attribute)
@@ -247,7 +247,7 @@ def with_keyword(arg: cst.Arg, name: str) -> cst.Arg:
 def with_new_value(
     args: Sequence[cst.Arg], old: cst.Arg | None, value: cst.BaseExpression
 ) -> list[cst.Arg]:
-    """`args` with another value for one of them."""
+    """`args` with another value for the argument `old`."""
     return [arg.with_changes(value=value) if arg is old else arg for arg in args]
 
 
@@ -274,7 +274,7 @@ def join_args(
 
 
 def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
-    """`call` with the arguments `args`; `call` itself if these are its own nodes."""
+    """`call` with the arguments `args`; `call` itself if it has these arguments."""
     pairs = zip(args, call.args, strict=False)
     if len(args) == len(call.args) and all(new is old for new, old in pairs):
         return call
@@ -304,7 +304,7 @@ def as_assignment(node: cst.AugAssign) -> cst.Assign:
 
 
 def wrapped_in_with(item: cst.WithItem, lines: Sequence[cst.BaseStatement]) -> cst.With:
-    """A `with` around lines, below the comments of the first one."""
+    """A `with` around lines, below the comments of the first line."""
     first, *others = lines
     assert isinstance(first, cst.SimpleStatementLine | cst.BaseCompoundStatement)
     body = cst.IndentedBlock([first.with_changes(leading_lines=()), *others])
@@ -321,13 +321,13 @@ def small_statements(
 
 
 def only_statement(line: cst.CSTNode | None) -> cst.BaseSmallStatement | None:
-    """The small statement that a line consists of; None for several, and for blocks."""
+    """The statement of a line that has only one; None for other lines and blocks."""
     body = line.body if isinstance(line, cst.SimpleStatementLine) else ()
     return body[0] if len(body) == 1 else None
 
 
 def is_docstring(line: cst.CSTNode) -> bool:
-    """Whether a line is a string alone."""
+    """Whether a line is only a string."""
     small = only_statement(line)
     return isinstance(small, cst.Expr) and isinstance(small.value, cst.BaseString)
 

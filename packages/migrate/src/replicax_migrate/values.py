@@ -1,7 +1,8 @@
-"""The analysis of values: what an expression may stand for in a script.
+"""Finds the expressions whose values another expression may have.
 
-It goes through variables, attributes of instances, containers, loops and functions.
-`flow` has the definitions that reach a variable; `kinds` tells what Keras objects are.
+After `models = [Sequential(), None]`, `for m in models:` gives `m` the possible values
+`Sequential()` and `None`. The search follows variables, attributes, containers, loops,
+and functions of the script.
 """
 
 import functools
@@ -47,9 +48,9 @@ _T = TypeVar("_T")
 
 
 def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Make the decorator of a recursive function `f(script, node, ...)`.
+    """Make a decorator for recursive functions `f(script, node, ...)`.
 
-    While the function resolves a node, a nested call for that node returns `result`.
+    While a call for a node runs, a nested call for the same node returns `result`.
     """
 
     def decorator(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -72,24 +73,24 @@ def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]
 
 
 def script_bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
-    """The direct bases of a class that the script defines."""
+    """The direct bases of a class, as far as the script defines them."""
     names = [b.value.value for b in node.bases if isinstance(b.value, cst.Name)]
     return [owner for name in names for owner in script.classes(name)]
 
 
 def with_bases(script: Script, *owners: cst.ClassDef | None) -> list[cst.ClassDef]:
-    """Classes and all bases of theirs that the script defines, each once."""
+    """Classes and all their bases that the script defines, each once."""
     return list(
         reachable(filter(None, owners), lambda owner: script_bases(script, owner))
     )
 
 
 def definitions(script: Script, node: Expression) -> frozenset[Definition]:
-    """The definitions of a name, of `self.x`, or of `t.x` where `t = Trainer()`."""
+    """The definitions of a name, of `self.x`, or of `t.x` after `t = Trainer()`."""
     reaching = script.flow.reaching(node)
     if reaching or not isinstance(node, cst.Attribute):
         return reaching
-    if is_name(node.value, "self"):  # Perhaps a base of the class sets it.
+    if is_name(node.value, "self"):  # A base of the class may set it.
         owners = [script.class_around(node)]
     else:
         maker = script.flow.value(node.value)
@@ -102,14 +103,14 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
 
 
 def definition_values(script: Script, definition: Definition) -> list[Expression]:
-    """The values of a definition, with the default where it is a parameter's."""
+    """The values of a definition; of a parameter, with its default."""
     bound = script.parent(definition.node)
     default = bound.default if isinstance(bound, cst.Param) else None
     return [*definition.values, *([default] if default is not None else [])]
 
 
 def is_parameter(script: Script, node: Expression) -> bool:
-    """Whether a variable may be a parameter, whose values may come from elsewhere."""
+    """Whether a variable may be a parameter, which unknown callers may set."""
     reaching = script.flow.reaching(node)
     return any(
         isinstance(script.parent(definition.node), cst.Param) for definition in reaching
@@ -121,7 +122,7 @@ def elements(script: Script, node: Expression) -> list[Expression]:
     """The expressions of a container's elements; of a dict, those of its values.
 
     Returns:
-        Those of all containers that the node may be; none if one is unknown.
+        The elements of all containers that the node may be; none if one is unknown.
     """
     match node:
         case cst.List() | cst.Tuple() | cst.Set() | cst.Dict():
@@ -156,7 +157,7 @@ def elements(script: Script, node: Expression) -> list[Expression]:
 def elements_at(
     script: Script, node: Expression, index: Expression
 ) -> list[Expression]:
-    """The expressions that `node[index]` may be: all elements if `index` is unknown."""
+    """The possible values of `node[index]`: all elements if the index is unknown."""
     items: list[Expression] = []
     literals = _literals(script, node)
     for literal in literals:
@@ -172,7 +173,7 @@ def elements_at(
 
 @ends_at_cycles([])
 def _literals(script: Script, node: Expression) -> list[Expression]:
-    """The literal lists, tuples and dicts that an expression may stand for."""
+    """The literal lists, tuples and dicts among the possible values."""
     if isinstance(node, cst.List | cst.Tuple | cst.Dict):
         return [node]
     values = direct_values(script, node)
@@ -183,7 +184,8 @@ def loop_container(script: Script, node: cst.CSTNode) -> tuple[Expression, bool]
     """The container whose elements a loop or a comprehension binds to a name.
 
     Returns:
-        The container, and whether they are values of a dict: `for k, v in d.items()`.
+        The container, and whether the name gets values of a dict, as `v` in
+        `for k, v in d.items()`.
     """
     for parent in script.parents(node) if isinstance(node, cst.Name) else ():
         loop = parent.for_in if isinstance(parent, cst.BaseComp) else None
@@ -199,7 +201,7 @@ def loop_container(script: Script, node: cst.CSTNode) -> tuple[Expression, bool]
 def _container(
     target: cst.CSTNode, node: cst.CSTNode, iterable: Expression
 ) -> tuple[Expression, bool] | None:
-    """The container of a name in a loop's target, as of `x` in `i, (x, y)`."""
+    """The container that a loop over `iterable` takes the name `node` from."""
     if target.deep_equals(node):
         return iterable, False
     if not isinstance(iterable, cst.Call):
@@ -234,10 +236,9 @@ def _elements_of_call(script: Script, node: cst.Call) -> list[Expression]:
 
 
 def direct_values(script: Script, node: Expression) -> list[Expression]:
-    """What an expression directly stands for: values of a variable, returned values.
+    """The possible values of an expression, one step back: bound or returned values.
 
-    An augmented assignment such as `x += y` has those of both sides, and a parameter
-    its default.
+    After `x += y`, these are `x` and `y`.
     """
     match node:
         case cst.IfExp():
@@ -266,12 +267,12 @@ def direct_values(script: Script, node: Expression) -> list[Expression]:
 
 
 def possible_values(script: Script, node: Expression) -> Iterator[Expression]:
-    """An expression, and all that it may stand for, through variables and functions."""
+    """An expression, and all its values, step by step through variables and calls."""
     return reachable([node], lambda value: direct_values(script, value))
 
 
 def returned_values(script: Script, node: cst.Call) -> Iterator[Expression]:
-    """The values that a called function, lambda or method of the script returns."""
+    """The values that a call of a function, lambda or method of the script returns."""
     func = node.func
     for value in direct_values(script, func):
         if isinstance(value, cst.Lambda):
