@@ -1,8 +1,7 @@
 """What `compile` is given, and what its models and optimizers define."""
 
-import numpy as np
 import pytest
-from packages.migrate.tests.porting import executed, ported, run
+from packages.migrate.tests.porting import executed, ported
 
 START = "import tensorflow as tf\nk = tf.keras\n"
 MODEL = "model = k.Sequential([k.Input((2,)), k.layers.Dense(2)])\n"
@@ -100,32 +99,6 @@ def test_a_model_that_is_compiled_after_it_was_frozen_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "is_one"),
-    [
-        ("['accuracy']", False),
-        ("{'a': 'accuracy'}", False),
-        ("unknown", False),
-    ],
-)
-def test_one_metric_becomes_a_list(metric: str, is_one: bool) -> None:
-    error = "def error(y_true, y_pred): return k.losses.mse(y_true, y_pred)\n"
-    source = f"{START}{error}{MODEL}model.compile('sgd', 'mse', metrics={metric})"
-    text, left = ported(source)
-    assert left == []
-    assert ("metrics=[" in text) == (is_one or metric.startswith("["))
-
-
-def test_labels_that_are_cast_stay() -> None:
-    text, _ = ported(
-        f"{START}def loss(y_true, y_pred):\n"
-        "    labels = tf.cast(y_true, tf.int64)\n"
-        "    return tf.gather(weights, labels) * y_pred\n"
-        f"{MODEL}model.compile('sgd', loss)"
-    )
-    assert '"int32"' not in text
-
-
-@pytest.mark.parametrize(
     ("source", "reason"),
     [
         (
@@ -137,13 +110,6 @@ def test_labels_that_are_cast_stay() -> None:
 def test_what_keras_3_does_not_take_or_call_is_left(source: str, reason: str) -> None:
     _, left = ported(START + source)
     assert any(reason in each for each in left)
-
-
-def test_an_optimizer_of_one_model_is_compiled_twice() -> None:
-    _, left = ported(
-        f"{START}{MODEL}o = k.optimizers.SGD(0.1)\nmodel.compile(o)\nmodel.compile(o)"
-    )
-    assert left == []
 
 
 @pytest.mark.parametrize(
@@ -182,143 +148,3 @@ def test_arguments_that_keras_3_takes_otherwise(before: str, after: str) -> None
     text, left = ported(f"{START}import numpy as np\n{before}")
     assert left == []
     assert after in text
-
-
-def test_numpy_takes_a_tuple_of_axes_in_a_dataset() -> None:
-    text, left = ported(
-        f"{START}d = tf.data.Dataset.from_tensor_slices(x)"
-        ".map(lambda a: tf.reduce_mean(a, axis=[0, 1]))"
-    )
-    assert left == []
-    assert "np.mean(a, axis=(0, 1))" in text
-
-
-@pytest.mark.parametrize(
-    ("line", "is_left"),
-    [
-        ("model = k.models.load_model('other.h5', compile=False)\nmodel.fit(x)", False),
-        ("model = k.models.load_model('other.h5')\nmodel.predict(x)", False),
-    ],
-)
-def test_a_model_of_hdf5_that_is_trained_is_left(line: str, is_left: bool) -> None:
-    _, left = ported(START + line)
-    assert any("from HDF5" in each for each in left) == is_left
-
-
-TWO = """\
-import numpy as np
-import tensorflow as tf
-inputs = tf.keras.Input((1,))
-ones = dict(kernel_initializer="ones")
-first = tf.keras.layers.Dense(1, name="b", **ones)(inputs)
-second = tf.keras.layers.Dense(1, name="a", **ones)(first)
-model = tf.keras.Model(inputs, [first, second])
-"""
-EVALUATE = "total = model.evaluate(x, [x - 1, x - 2], return_dict=True)['loss']"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        'loss=["mse", "mse"], loss_weights=[0.5, 0.25]',
-        'loss={"a": "mse", "b": "mse"}, loss_weights={"b": 0.5, "a": 0.25}',
-    ],
-)
-def test_weights_of_losses_are_those_of_outputs(arguments: str) -> None:
-    text, left = ported(f"{TWO}model.compile('sgd', {arguments})\n{EVALUATE}")
-    assert left == []
-    names = executed(text, {"x": np.ones((2, 1), "float32")})
-    assert names["total"] == pytest.approx(0.5 * 1 + 0.25 * 4)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "{'a': 'mse', 'b': 'mse'}, metrics=[['mse', 'mae'], ['mse', 'mae']]",
-    ],
-)
-def test_metrics_in_one_list_are_those_of_all_outputs(arguments: str) -> None:
-    text, left = ported(
-        f"{TWO}metrics = ['mse', tf.keras.metrics.MeanAbsoluteError(name='mae')]\n"
-        f"model.compile('sgd', {arguments})\n"
-        "names = set(model.evaluate(x, [x, x], return_dict=True))"
-    )
-    assert not left
-    names = executed(text, {"x": np.ones((4, 1))})["names"]
-    assert {"a_mse", "a_mae", "b_mse", "b_mae"} <= names
-
-
-@pytest.mark.parametrize(
-    ("read", "is_left"),
-    [
-        ("loss, b, a = model.evaluate(x, y)", False),
-        ("r = model.evaluate(x, y)\nprint(r[0], r[2])", False),
-        ("r = model.evaluate(x, y, return_dict=True)\nprint(r['b_mse'])", False),
-    ],
-)
-def test_the_order_of_metrics_of_several_outputs_is_left(
-    read: str, is_left: bool
-) -> None:
-    compiled = "model.compile('sgd', ['mse', 'mae'], metrics=[['mse'], ['mse']])\n"
-    _, left = ported(f"{TWO}{compiled}{read}")
-    assert any("return_dict=True" in each for each in left) == is_left
-
-
-PER_EXAMPLE = """import tensorflow as tf
-class Focal(tf.keras.losses.Loss):
-    def __init__(self, reduction=tf.keras.losses.Reduction.NONE):
-        super().__init__(reduction=reduction)
-loss = {}
-model.compile("sgd", loss)
-"""
-
-
-@pytest.mark.parametrize(
-    ("loss", "is_left"),
-    [
-        ("Focal(reduction='sum')", False),
-        ("tf.keras.losses.MeanSquaredError()", False),
-    ],
-)
-def test_a_compiled_loss_without_a_reduction_is_left(loss: str, is_left: bool) -> None:
-    _, left = ported(PER_EXAMPLE.replace("{}", loss))
-    assert ["without a reduction" in each for each in left] == [True] * is_left
-
-
-OUTPUTS = """
-import numpy as np
-import tensorflow as tf
-
-class Net(tf.keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.a = tf.keras.layers.Dense(1, kernel_initializer="ones")
-        self.b = tf.keras.layers.Dense(2, kernel_initializer="ones")
-
-    def call(self, x):
-        return RETURNED
-
-x = np.ones((8, 4), "float32")
-net = Net()
-net.compile("sgd", COMPILED)
-losses = net.fit(x, LABELS, batch_size=4, verbose=0).history["loss"]
-"""
-
-
-@pytest.mark.parametrize(
-    ("returned", "compiled", "labels", "loss"),
-    [
-        (
-            '{"one": self.a(x), "two": self.b(x)}',
-            'loss="mse", metrics=["mae", "mse"]',
-            '{"one": x[:, :1], "two": x[:, :2]}',
-            16.706249237060547,
-        ),
-    ],
-)
-def test_outputs_of_a_class_are_known_by_their_place(
-    returned: str, compiled: str, labels: str, loss: float
-) -> None:
-    source = OUTPUTS.replace("RETURNED", returned).replace("COMPILED", compiled)
-    names = run(source.replace("LABELS", labels))
-    assert names["losses"] == pytest.approx([loss], rel=1e-5)

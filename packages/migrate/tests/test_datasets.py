@@ -349,24 +349,6 @@ def test_a_map_of_processes_is_none_of_a_dataset(made: str) -> None:
     assert "outside of `map`" in left[0]
 
 
-@pytest.mark.parametrize(
-    ("call", "after"),
-    [
-        ("fit(d, class_weight=None)", "fit(d, class_weight=None)"),
-        ("fit(x, y, class_weight=w)", "fit(x, y, class_weight=w)"),
-    ],
-)
-def test_weights_of_classes_go_into_the_pipeline(call: str, after: str) -> None:
-    """Keras refuses them beside a dataset of Grain's."""
-    text, left = ported(
-        "import tensorflow as tf\n"
-        "def made(): return tf.data.Dataset.from_tensor_slices((x, y)).batch(2)\n"
-        f"d = made()\nmodel.{call}"
-    )
-    assert after in text
-    assert left == []
-
-
 def test_datasets_that_methods_and_properties_return_are_ported() -> None:
     text, left = ported(
         "import numpy as np\nimport tensorflow as tf\n"

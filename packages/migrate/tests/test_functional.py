@@ -66,56 +66,6 @@ def test_keras_overrules_training_of_a_layer_as_the_report_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("class L(layers.Layer):\n    def call(self, x): self.add_loss(x)", 0),
-    ],
-)
-def test_losses_that_are_added_outside_of_call_are_left(
-    source: str, count: int
-) -> None:
-    assert ["Keras 3 takes add_loss in" in each for each in left_of(source)] == (
-        [True] * count
-    )
-
-
-POSITIONED = """import tensorflow as tf
-class Positions(tf.keras.layers.Layer):
-    def call(self, x):
-        return x + tf.ones((1, 3, 2))
-def scaled(x, factor):
-    return x * factor
-inputs = tf.keras.Input((3, 2))
-width = inputs.shape[-1] * 2
-sizes = [inputs] * 2
-{}
-outputs = Positions()(x)
-model = tf.keras.Model(inputs, outputs)
-"""
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "x = (inputs * 0.5) * 4.0 + 0.0",
-    ],
-)
-def test_products_of_functional_models_are_dense(source: str) -> None:
-    text, left = ported(POSITIONED.format(source))
-    assert left == []
-    names = executed(text)
-    x = np.ones((4, 3, 2), "float32")
-    np.testing.assert_allclose(names["model"].predict(x, verbose=0), 3.0)
-    assert names["width"] == 4
-    assert len(names["sizes"]) == 2
-
-
-def test_products_of_two_tensors_of_a_functional_model_stay() -> None:
-    text, _ = ported(POSITIONED.format("x = inputs * tf.abs(inputs)"))
-    assert "sparse=" not in text
-
-
-@pytest.mark.parametrize(
     ("made", "shape"),
     [
         ("tf.cast(tf.stack([s[0], 2]), tf.float32) * x[0, 0]", (2,)),

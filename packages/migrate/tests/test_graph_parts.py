@@ -91,31 +91,6 @@ def test_branches_without_effects_are_ported() -> None:
     assert float(names["y"]) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("test", "num_left"),
-    [
-        ("self.seen is not None", 0),
-        ("self.rate > 2", 0),
-    ],
-)
-def test_conditions_on_variables_are_left(test: str, num_left: int) -> None:
-    script = (
-        "import tensorflow as tf\n"
-        "count = tf.Variable(0)\n"
-        "class Gate(tf.keras.layers.Layer):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.rate = 3\n"
-        "    def build(self, shape):\n"
-        "        self.seen = self.add_weight(name='seen', shape=())\n"
-        "    def call(self, x):\n"
-        f"        return x if {test} else -x\n"
-    )
-    left = port(script.encode()).left
-    assert len(left) == num_left
-    assert all("AutoGraph is gone" in f.reason for f in left)
-
-
 @pytest.mark.parametrize("name", ["/gpu:0", "/device:GPU:0", "GPU", "/TPU:0"])
 def test_the_default_device_needs_no_context(name: str) -> None:
     text, left = ported(

@@ -124,39 +124,6 @@ def test_other_variables_that_build_makes_are_left() -> None:
     assert "add_weight" in left[0]
 
 
-WATCHED = """import tensorflow as tf
-class Watched(tf.keras.layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.accuracy = tf.keras.metrics.BinaryAccuracy()
-    def watch(self, x, y):
-        {}
-    def call(self, x, y):
-        self.watch(x, y)
-        return x
-class Net(tf.keras.Model):
-    def {}(self, data):
-        pass
-model = Net()
-model.{}(x)
-"""
-
-
-@pytest.mark.parametrize(
-    ("update", "step", "method", "count"),
-    [
-        ("self.accuracy.update_state(y, x)", "train_step", "fit", 0),
-        ("self.accuracy.update_state(y, x)", "other", "predict", 0),
-        ("self.accuracy.result()", "other", "fit", 0),
-    ],
-)
-def test_updates_of_metrics_in_a_call_are_left(
-    update: str, step: str, method: str, count: int
-) -> None:
-    _, left = ported(WATCHED.format(update, step, method))
-    assert sum("no update of a metric in a `call`" in each for each in left) == count
-
-
 @pytest.mark.parametrize("source", ["embed(tf.ones(2))"])
 def test_layers_are_called_with_arrays_of_lists_of_numbers(source: str) -> None:
     text, left = ported(
@@ -166,28 +133,6 @@ def test_layers_are_called_with_arrays_of_lists_of_numbers(source: str) -> None:
     )
     assert left == []
     assert executed(text)["shape"] == (2, 4)
-
-
-NAMED = """
-import numpy as np
-import tensorflow as tf
-x, y = np.ones((4, 2)), np.ones((4, 1))
-inputs = tf.keras.Input((2,))
-outputs = tf.keras.layers.Dense(1, name="a")(inputs)
-model = tf.keras.Model(inputs, {})
-model.compile("sgd", "mse")
-labels = {{"a": y}}
-model.fit(x, labels, verbose=0)
-loss = model.evaluate(x, y={{"a": y}}, verbose=0)
-"""
-
-
-@pytest.mark.parametrize("outputs", ["{'a': outputs}"])
-def test_labels_of_one_output_are_no_dict(outputs: str) -> None:
-    text, left = ported(NAMED.format(outputs))
-    assert left == []
-    assert ("list(labels.values())" in text) == ("{" not in outputs)
-    assert executed(text)["loss"] >= 0.0
 
 
 REQUIRED = """

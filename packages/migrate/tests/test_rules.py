@@ -299,32 +299,6 @@ def test_what_gives_other_numbers_is_noted(statement: str, notes: list[str]) -> 
     assert [n in r for n, r in zip(notes, reasons, strict=True)] == [True] * len(notes)
 
 
-STEP = """import tensorflow as tf
-
-def step(x):
-    n = tf.shape(x)[0]
-    loss = tf.reduce_sum(x)
-    if n > 3 or loss is None:
-        x = x * 2
-    {}
-
-strategy.run(step, args=(x,))
-"""
-
-
-@pytest.mark.parametrize(
-    ("statement", "num_left"),
-    [
-        ("y = 1 if n > 3 else 2", 0),
-        ("if x is None or x == 'a': pass", 0),
-    ],
-)
-def test_branches_on_tensors_are_left(statement: str, num_left: int) -> None:
-    left = port(STEP.format(statement).encode()).left
-    assert [f.line for f in left] == [8] * num_left
-    assert all("AutoGraph is gone" in f.reason for f in left)
-
-
 def test_datasets_of_a_dictionary_stay_with_their_source() -> None:
     text, left = lines(
         "import tensorflow_datasets as tfds\n"

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from packages.migrate.tests.porting import ported, run
 
-from replicax_migrate import port
-
 START = "import tensorflow as tf\nfrom tensorflow.keras import backend as K\n"
 FUNCTIONAL = "i = tf.keras.Input((None, 4))\nx = i + 1\n"
 
@@ -23,11 +21,6 @@ FUNCTIONAL = "i = tf.keras.Input((None, 4))\nx = i + 1\n"
 )
 def test_what_would_fail_is_left(source: str, num_left: int) -> None:
     assert len(ported(f"{START}{source}")[1]) == num_left
-
-
-def test_slashes_of_paths_stay() -> None:
-    source = "c = {'dir': 'a/b', 'name': 'd'}\nx = tf.keras.Input((2,), name=c['name'])"
-    assert "'a/b'" in ported(f"{START}{source}")[0]
 
 
 @pytest.mark.parametrize("scale", ["None", "s"])
@@ -53,21 +46,6 @@ def test_variables_that_are_equal_on_write_need_no_argument() -> None:
     shape=(2,), synchronization=tf.VariableSynchronization.AUTO, aggregation="sum")
 """
     assert run(f"{START}{source}")["x"].aggregation == "sum"
-
-
-@pytest.mark.parametrize(
-    ("layers", "num_notes"),
-    [
-        ("Dense(1, input_shape=(5,))", 0),
-        ("Dense(1, input_shape=(None, 5)), tf.keras.layers.LSTM(2)", 0),
-    ],
-)
-def test_inputs_whose_rank_only_keras_3_holds_are_reported(
-    layers: str, num_notes: int
-) -> None:
-    source = f"{START}m = tf.keras.Sequential([tf.keras.layers.{layers}])\n"
-    notes = [each.reason for each in port(source.encode()).notes]
-    assert sum("have not 3 dimensions" in note for note in notes) == num_notes
 
 
 def test_synchronized_batch_normalization_is_an_argument() -> None:

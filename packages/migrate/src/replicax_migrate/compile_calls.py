@@ -41,7 +41,6 @@ def port_compile(site: CallSite) -> Expression:
 
 
 def _makes_masking_layer(script: Script, call: cst.Call) -> bool:
-    """Whether a call makes a layer that masks time steps."""
     has_zero = kwarg_value(call, "mask_zero") is not None
     return has_zero or script.called_path(call) == "keras.layers.Masking"
 

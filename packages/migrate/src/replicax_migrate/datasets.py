@@ -99,7 +99,6 @@ def _is_operator(node: cst.CSTNode) -> bool:
 
 
 def _creates_dataset(script: Script, node: cst.CSTNode | Definition) -> bool:
-    """Whether a call makes a dataset."""
     if not isinstance(node, cst.Call):
         return False
     is_maker = method_name(node) in NAMES["dataset_makers"]

@@ -127,7 +127,6 @@ def _is_absence(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -67,7 +67,6 @@ _UNKNOWN: _Terms = frozenset(["unknown"])
 
 
 def _steps(script: Script) -> list[cst.FunctionDef]:
-    """The `train_step`s of the script's models."""
     return [
         function
         for function in script.functions("train_step")
@@ -246,7 +245,6 @@ def _terms_of_call(script: Script, node: cst.Call) -> _Terms:
 
 
 def _terms_of_result(script: Script, function: Expression) -> _Terms:
-    """The terms of the result of a function, or of a loss of Keras."""
     if isinstance(function, cst.Lambda):
         return _terms(script, function.body)
     name = function.value if isinstance(function, cst.Name) else ""
@@ -259,7 +257,6 @@ def _terms_of_result(script: Script, function: Expression) -> _Terms:
 
 
 def _returned_by(script: Script, name: str) -> list[Expression]:
-    """The values that all functions and methods `name` return."""
     return [r for f in script.functions(name) for r in values_returned_by(script, f)]
 
 
@@ -290,7 +287,6 @@ def _passed_values(script: Script, node: Expression) -> list[Expression]:
 
 
 def _terms_of_loss(script: Script, loss: Creation) -> _Terms:
-    """The terms of the result of a loss, by the call that makes the loss."""
     target = (
         find_target(script.called_path(loss)) if isinstance(loss, cst.Call) else None
     )

@@ -334,7 +334,6 @@ def plan_lookups(script: Script) -> Edits:
 
 
 def _plan_lookup(script: Script, edits: Edits, layer: cst.Call) -> None:
-    """Plan the port of a layer to a dictionary, or raise `Unported`."""
     arguments = bind_args(layer.args, _LOOKUP_PARAMETERS)
     words = arguments.pop("vocabulary", None)
     if words is None or not _is_list(script, words.value):

@@ -299,7 +299,6 @@ def _is_placeholder(statement: cst.CSTNode) -> bool:
 
 
 def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
-    """Insert new imports at the first import of TensorFlow or Keras."""
     place = _import_index(script, module)
     lines = _new_lines(script, module, used, place)
     body: list[Statement] = list(module.body)

@@ -154,13 +154,11 @@ def creations(script: Script, node: Expression) -> frozenset[Creation]:
 
 
 def _creations_of_all(script: Script, *nodes: Expression) -> frozenset[Creation]:
-    """The creations of several expressions together."""
     groups = (creations(script, node) for node in nodes)
     return frozenset[Creation]().union(*groups) or _UNKNOWN
 
 
 def _kind_of_creation(script: Script, constructor: Creation) -> str | None:
-    """The kind of object that a creation makes."""
     if isinstance(constructor, cst.Call):
         return _only(
             _kind_of_creation(script, inner)
@@ -200,7 +198,6 @@ def _creations_of_definition(
 def _creations_of_item(
     script: Script, node: Expression, index: Expression
 ) -> frozenset[Creation]:
-    """The creations of `node[index]`."""
     items = elements_at(script, node, index)
     return (
         _creations_of_all(script, *items)
@@ -251,7 +248,6 @@ def _call_constructors(script: Script, node: cst.Call) -> frozenset[Constructor]
 
 @ends_at_cycles(None)
 def _kind_of_class(script: Script, node: cst.ClassDef) -> str | None:
-    """The kind of a class of the script, by its bases."""
     paths = (script.names.tf_path(base.value) for base in node.bases)
     kinds = {_kind_of_creation(script, find_target(path)) for path in paths}
     kinds |= {_kind_of_class(script, base) for base in script_bases(script, node)}

@@ -85,7 +85,6 @@ class FinalCalls:
         return {_activation(self._script, call) for call in self.calls}
 
     def _follow(self, node: Expression, *, is_layer: bool) -> None:
-        """Follow an expression for a tensor, or for a layer."""
         self.seen.add(node)
         match node:
             case cst.IfExp():
@@ -127,7 +126,6 @@ class FinalCalls:
             self._follow(node.func, is_layer=True)
 
     def _follow_maker(self, node: cst.Call) -> None:
-        """Follow the call that makes a layer or a model."""
         script, name = self._script, keras_name(self._script, node.func, "layers")
         function = arg_value(node, 0, "function") if name == "Lambda" else None
         classes = script.classes(last_name(node.func))

@@ -89,7 +89,6 @@ def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
 
 
 def _is_of_logits(script: Script, loss: Expression) -> bool:
-    """Whether a loss is a call with `from_logits=True`."""
     if not isinstance(loss, cst.Call):
         return False
     name = keras_name(script, loss.func, "losses")
@@ -282,7 +281,6 @@ class _LossPort:
         )
 
     def _require_own(self, compiled: set[cst.CSTNode]) -> None:
-        """Raise `Unported` unless all losses belong to these models."""
         script = self._script
         models = {call for call in script.calls if is_model(script, call)}
         others = models - self.models.keys() - self._inner
@@ -313,7 +311,6 @@ class _LossPort:
             raise Unported("the probabilities have other uses")
 
     def _has_loss(self, compiled: cst.Call) -> bool:
-        """Whether the loss in a call of `compile` is, or calls, one of the losses."""
         loss = _compiled_loss(compiled)
         if loss is None:
             return True  # The model has a train_step with the loss.
@@ -347,7 +344,6 @@ class _LossPort:
 
 
 def _plan_loss(script: Script, edits: Edits, loss: Expression, name: str) -> None:
-    """Plan `from_logits=True` for a loss: a call, a string, or a function."""
     if not isinstance(loss, cst.Call):
         text = f"keras.losses.{_CLASSES[name]}(from_logits=True)"
         edits.replacements[loss] = lambda updated: script.template(text)

@@ -46,7 +46,6 @@ def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Exp
 
 
 def _of_rate(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
-    """Port `optimizer.lr`."""
     is_own = any(attr_of(d.node) == "lr" for d in script.flow.definitions)
     if is_own or not is_kind(script, node.value, "optimizer"):
         return updated
@@ -80,7 +79,6 @@ def _is_shape(script: Script, node: Expression) -> bool:
 def _of_dtype(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> Expression:
-    """Port `x.dtype.base_dtype`."""
     return updated.value if attr_of(node.value) == "dtype" else updated
 
 

@@ -173,7 +173,6 @@ def _as_python(code: str) -> str:
 
 
 def _set_code(notebook: dict[str, Any], script: str) -> None:
-    """Write the code of the ported script into the cells."""
     codes: dict[int, list[str]] = {}
     number = 1  # Imports may come before the first cell.
     for line in script.splitlines(keepends=True):

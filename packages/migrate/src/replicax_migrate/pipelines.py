@@ -192,7 +192,6 @@ def _plan_epochs(script: Script, edits: Edits, group: PipelineGroup) -> None:
 
 
 def _plan_map(script: Script, edits: Edits, call: cst.Call) -> None:
-    """Plan the port of the functions of a `map` to NumPy."""
     function = arg_value(call, 0, "map_func")
     assert function is not None
     functions = host_functions_of(script, function)

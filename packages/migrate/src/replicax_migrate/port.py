@@ -80,7 +80,6 @@ def port(source: bytes) -> Ported:
 
 
 def _ported_module(script: Script) -> cst.Module:
-    """The ported tree; adds to the findings of the script."""
     for plan in _PASSES:
         script.edits |= plan(script)
     for report in _REPORTS:

@@ -189,7 +189,6 @@ def _visit_call(script: Script, node: cst.Call) -> Collection[cst.CSTNode] | Non
 
 
 def _call(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
-    """Port a call of a function or a method by its rule."""
     path = script.names.tf_path(node.func)
     updated = _with_other_arguments(script, node, updated)
     if path is None:

@@ -236,8 +236,6 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
         target = row.parameters[name]
         if form := row.forms.get(name):
             arg = arg.with_changes(value=_formed(site, name, form, arg.value))
-        if name == "axis" and row.target.startswith("np."):
-            arg = _with_tuple(arg)  # NumPy takes no list of axes.
         if target == "-" or (target == "!" and is_name(arg.value, "None", "False")):
             must_be_named = True
         elif target == "!":
@@ -256,16 +254,6 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
         func=site.script.expression(row.target),
         args=join_args(site.updated.args, kept, extra),
     )
-
-
-def _with_tuple(arg: cst.Arg) -> cst.Arg:
-    """An argument with a tuple in place of a list."""
-    if not isinstance(arg.value, cst.List):
-        return arg
-    display = cst.Tuple(
-        arg.value.elements, lpar=[cst.LeftParen()], rpar=[cst.RightParen()]
-    )
-    return arg.with_changes(value=display)
 
 
 _PLACE = re.compile(r"{(\w+):?(\w*)}")
@@ -299,7 +287,6 @@ def by_template(text: str, *parameters: str) -> Rule:
 def _captured(
     site: CallSite, parameters: Sequence[str], forms: Mapping[str, str]
 ) -> dict[str, Expression]:
-    """The converted arguments that a template names."""
     values = {name: arg.value for name, arg in bind_ported(site, parameters).items()}
     values["self"] = site.receiver
     for name, form in forms.items():
@@ -361,22 +348,9 @@ def as_array(site: CallSite, before: Expression, value: Expression) -> Expressio
 
 
 def as_float(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """A learning rate as a float: Keras 3 refuses integers."""
-    if isinstance(before, cst.Integer):
-        return cst.Float(f"{before.evaluated_value}.0")
-    is_integer = _is_integer(site.script, before)
-    return site.make("float({x})", x=value) if is_integer else value
-
-
-def _is_integer(script: Script, node: Expression) -> bool:
-    """Whether a variable is an integer, or a parameter whose default is a number."""
-    if not isinstance(script.flow.value(node), cst.Integer):
-        return False
-    bind_args = [
-        script.parent(definition.node) for definition in script.flow.reaching(node)
-    ]
-    defaults = [p.default for p in bind_args if isinstance(p, cst.Param)]
-    return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
+    """A literal learning rate as a float: Keras 3 refuses integers."""
+    is_integer = isinstance(before, cst.Integer)
+    return cst.Float(f"{before.evaluated_value}.0") if is_integer else value
 
 
 _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {

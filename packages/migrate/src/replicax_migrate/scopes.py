@@ -98,7 +98,6 @@ def _compiles_model_of(script: Script, call: cst.Call, code: _ReachableCode) -> 
 
 
 def _objects_in(script: Script, parts: Iterable[cst.CSTNode]) -> set[Creation]:
-    """The calls that make the objects in some parts of the script."""
     return {
         origin
         for part in parts

@@ -150,7 +150,6 @@ class _GraphSession:
         return [dotted_name(part) or "" for part in parts]
 
     def _needed(self, values: list[str]) -> list[cst.SimpleStatementLine]:
-        """The lines that compute values, in their order."""
 
         def inside(name: str) -> set[str]:
             assign = self._values[name].body[0]
@@ -163,7 +162,6 @@ class _GraphSession:
     def _plan_run(
         self, call: cst.Call, values: list[str] | None
     ) -> set[cst.SimpleStatementLine]:
-        """Plan the port of a run; return the lines that move to the run."""
         script, statement = self._script, self._script.statement_of(call)
         if not isinstance(statement, cst.SimpleStatementLine):
             raise Unported("a session's run in the head of a statement stays", call)

@@ -65,7 +65,6 @@ def removal_reason(script: Script, line: cst.SimpleStatementLine) -> str | None:
 
 
 def _asks_version(script: Script, test: cst.BaseExpression) -> bool:
-    """Whether a condition is about TensorFlow's version alone."""
     names = find(test, cst.Attribute, cst.Name)
     is_version = any(is_version_of_tensorflow(script, name) for name in names)
     return is_version and not isinstance(test, cst.BooleanOperation)

@@ -35,7 +35,6 @@ class Operator:
 
 
 def _lists(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Split the rows of a table into words."""
     return {key: tuple(text.split()) for key, text in table.items()}
 
 
@@ -54,7 +53,6 @@ def _with_last_part(target: str, name: str) -> str:
 
 
 def _products(table: Mapping[str, str]) -> list[str]:
-    """All paths of some names in some modules."""
     modules, names = table["modules"].split(), table["names"].split()
     return [f"{module}.{name}" for module in modules for name in names]
 

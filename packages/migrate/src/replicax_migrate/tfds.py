@@ -75,7 +75,6 @@ def plan_loads(script: Script, edits: Edits, calls: list[cst.Call]) -> None:
 
 
 def _parse_load(script: Script, call: cst.Call) -> _Load:
-    """Resolve the arguments of a call, or raise `Unported`."""
     if script.names.imported(call.func) != f"{_PACKAGE}.load":
         raise Unported("")
     if not isinstance(script.statement_of(call), cst.SimpleStatementLine):

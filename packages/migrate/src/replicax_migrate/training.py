@@ -196,7 +196,6 @@ _COMPILED_LOSS = "there is no compiled_loss: use self.compute_loss(y=y, y_pred=y
 
 
 def _plan_compiled_loss(script: Script, edits: Edits, node: cst.Call) -> None:
-    """Plan `compute_loss` and the update of the metric `loss`, or raise `Unported`."""
     line, function = script.statement_of(node), script.function_of(node)
     model, target = dotted_name(object_of(node)), script.target_of(node)
     small = only_statement(line)

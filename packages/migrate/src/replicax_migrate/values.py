@@ -222,7 +222,6 @@ def _container(
 
 
 def _elements_of_call(script: Script, node: cst.Call) -> list[Expression]:
-    """The elements of a container that a call makes."""
     args = [arg.value for arg in node.args if not arg.star]
     if is_name(node.func, *_COPYING_FUNCTIONS) and args:
         return elements(script, args[0])
