@@ -139,9 +139,6 @@ ROWS = {
         named(1, "RANK WORLD_SIZE MASTER_ADDR", 2, "a", MASTER_PORT="29500"),
         coordinator="a:29500",
     ),
-    "torchrun, IPv6": Row(
-        "torchrun", torchrun(1, 2, MASTER_ADDR="fd00::7"), coordinator="[fd00::7]:62268"
-    ),
     "torchrun, another port": Row(
         "torchrun",
         torchrun(1, 2, JAX_COORDINATOR_PORT="7000"),
@@ -222,11 +219,6 @@ ROWS = {
     "Kubeflow JAXJob, 1 host": Row("jaxjob", jaxjob(0, 1), index=0, count=1),
     "Kubeflow JAXJob, 2 hosts": Row(
         "jaxjob", jaxjob(1, 2), coordinator="t-worker-0:6666"
-    ),
-    "Kubeflow TrainJob, torchrun, 2 hosts": Row(
-        "torchrun",
-        torchrun(1, 2, **named(0, PET, 2, "t", PET_MASTER_PORT="29400")),
-        coordinator="node-a:62268",
     ),
     "Keras, 1 host": Row(
         "keras",
@@ -309,11 +301,6 @@ ROWS = {
         "skypilot",
         named(1, SKY, 2, "10.0.0.1\n10.0.0.2"),
         ["10.0.0.1:61440", "10.0.0.2:61440"],
-    ),
-    "SkyPilot with torchrun, 2 hosts": Row(
-        "torchrun",
-        torchrun(1, 2, **named(1, SKY, 2, "10.0.0.1\n10.0.0.2")),
-        coordinator="node-a:62268",
     ),
     "TPU slice on GKE, 2 hosts": Row(
         "tpu",

@@ -78,7 +78,7 @@ def test_it_ends_soon_after_its_starter_if_nobody_is_connected() -> None:
 
 
 @on_linux
-def test_it_serves_on_for_who_is_connected() -> None:
+def test_it_serves_while_a_client_is_connected() -> None:
     port = free_port()
     with (
         service(port) as process,
@@ -100,7 +100,7 @@ def test_a_port_in_use() -> None:
         coordination_service.start(port, 2, 1.0)
 
 
-def test_one_that_does_not_come_up_is_given_up(tmp_path, monkeypatch) -> None:
+def test_a_start_has_a_deadline(tmp_path, monkeypatch) -> None:
     hangs = tmp_path / "python"
     hangs.write_text("#!/bin/sh\nexec sleep 60\n")
     hangs.chmod(0o755)

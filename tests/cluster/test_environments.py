@@ -91,11 +91,6 @@ ERRORS = {
         r"torchrun: RANK='0', WORLD_SIZE='2', but MASTER_ADDR and MASTER_PORT are not "
         r"set\. Set MASTER_ADDR and MASTER_PORT in every process\. .*'alone'",
     ),
-    "torch, no index": (
-        {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-        "RANK is not set",
-    ),
-    "torch, no number": ({"RANK": "1"}, "WORLD_SIZE is not set"),
     "torch, index out of range": (
         {"RANK": "2", "WORLD_SIZE": "2"},
         "RANK must be a number from 0 to 1; got RANK='2', WORLD_SIZE='2'",

@@ -46,7 +46,7 @@ def report(**known) -> FailureReport:
         (ExitCode.FAILED, False),
     ],
 )
-def test_which_exit_codes_are_worth_another_try(code: int, expected: bool) -> None:
+def test_is_retryable(code: int, expected: bool) -> None:
     assert is_retryable(code) is expected
 
 
@@ -196,7 +196,7 @@ def test_progress_of_tasks_that_leave_no_report(tmp_path, monkeypatch) -> None:
         ({"SLURM_RESTART_COUNT": "1"}, 1),
     ],
 )
-def test_launchers_count_restarts(
+def test_num_restarts(
     variables: dict[str, str], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("REPLICAX_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"):

@@ -67,17 +67,17 @@ def clusters(draw: st.DrawFn, **fixed) -> list[Sign]:
 
 
 @given(clusters(failure=None, has_left=False, seen_at=NOW, moved_at=NOW))
-def test_workers_that_move_are_left_alone(signs: list[Sign]) -> None:
+def test_moving_workers_are_healthy(signs: list[Sign]) -> None:
     assert verdicts(*signs) == [None] * len(signs)
 
 
 @given(clusters(failure=None, has_left=True))
-def test_workers_that_are_all_done_are_left_alone(signs: list[Sign]) -> None:
+def test_ended_workers_are_healthy(signs: list[Sign]) -> None:
     assert verdicts(*signs) == [None] * len(signs)
 
 
 @given(clusters(failure=None, has_left=False, seen_at=NOW, moved_at=0, dispatched=3))
-def test_nobody_does_anything_but_no_step_waits(signs: list[Sign]) -> None:
+def test_idle_workers_are_healthy(signs: list[Sign]) -> None:
     idle = [dataclasses.replace(s, completed=s.dispatched) for s in signs]
     assert verdicts(*idle) == [None] * len(signs)
 
@@ -98,7 +98,7 @@ def test_any_verdict_can_be_acted_on(signs: list[Sign]) -> None:
 
 
 @given(clusters(), st.integers(0, 3))
-def test_a_worker_that_says_it_fails_is_believed(signs: list[Sign], who: int) -> None:
+def test_a_reported_failure_is_adopted(signs: list[Sign], who: int) -> None:
     who %= len(signs)
     signs[who].failure = failure(-1.0, culprit="worker:9")
     for i, report in enumerate(verdicts(*signs)):
@@ -108,7 +108,7 @@ def test_a_worker_that_says_it_fails_is_believed(signs: list[Sign], who: int) ->
             assert report.kind == "exception"
 
 
-def test_the_first_failure_is_taken_over_with_later_steps() -> None:
+def test_the_first_failure_is_adopted_with_the_latest_steps() -> None:
     first = failure(5.0, culprit="worker:2", steps={"worker:0": 9, "worker:1": 1})
     report, _, _ = verdicts(
         sign(0, steps=8),
@@ -131,7 +131,7 @@ def test_silence() -> None:
         assert "worker:1 (host1:1) has given no sign of life for 10 s" in report.message
 
 
-def test_silence_while_nobody_can_be_heard() -> None:
+def test_silence_while_the_store_does_not_answer() -> None:
     signs = [sign(0), sign(1, seen_at=NOW - 10.5)]
     assert judge(signs, 0, NOW, TIMEOUTS, heard_at=NOW - 1) is None
     assert judge(signs, 0, NOW, TIMEOUTS, heard_at=NOW) is not None
@@ -229,7 +229,7 @@ def test_a_step_does_not_finish() -> None:
         assert "rx.Timeouts(step=...)" in report.message
 
 
-def test_one_that_moves_gives_the_others_time() -> None:
+def test_one_moving_worker_extends_the_deadline() -> None:
     """Compiling takes one worker longer: counted from when the last one moved."""
     waiting = sign(0, dispatched=4, completed=3, moved_at=NOW - 100)
     assert verdicts(waiting, sign(1, dispatched=4, completed=3)) == [None, None]

@@ -166,11 +166,6 @@ def test_peers_on_this_machine_or_nowhere(
     assert local_address(peers) == expected
 
 
-@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
-def test_ipv6() -> None:
-    assert local_address(["[::1]:1"]) in ("::1", None)
-
-
 def test_an_address_that_others_can_reach_comes_first() -> None:
     outside = "192.0.2.1:1"  # Of a network that is for documentation only.
     alone = local_address([outside])

@@ -120,7 +120,7 @@ def test_outside_slurm() -> None:
         ({"NODEID": "2"}, "on node 2, expected 0. .*srun --distribution=block"),
     ],
 )
-def test_what_does_not_fit_together(
+def test_variables_that_contradict_each_other(
     changed: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_step(monkeypatch, 0, **changed)

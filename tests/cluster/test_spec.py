@@ -49,7 +49,7 @@ def test_tasks_by_index_may_have_gaps() -> None:
     )
 
 
-def test_it_is_a_value() -> None:
+def test_equality_hash_and_pickle() -> None:
     spec = ClusterSpec(CLUSTER)
     reordered = ClusterSpec(dict(reversed(CLUSTER.items())))
     assert spec == reordered

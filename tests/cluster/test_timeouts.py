@@ -25,10 +25,6 @@ def evaluate(**options: Any) -> rx.SidecarEvaluator:
     return rx.SidecarEvaluator(None, None, "nowhere", **options)
 
 
-def specify(**options: Any) -> rx.estimator.EvalSpec:
-    return rx.estimator.EvalSpec(lambda: None, **options)
-
-
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "soon", None])
 @pytest.mark.parametrize("name", NAMES)
 def test_timeouts_are_positive_finite_numbers(name: str, value: object) -> None:
@@ -51,7 +47,7 @@ def test_fields_are_given_by_name_and_stay() -> None:
         rx.Timeouts().step = 60  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("call", [*STRATEGIES, evaluate, specify])
+@pytest.mark.parametrize("call", [*STRATEGIES, evaluate])
 def test_timeouts_of_another_type(call, monkeypatch) -> None:
     ports = {"worker": ["localhost:1"], "ps": ["localhost:2"]}
     if call is rx.ParameterServerStrategy:

@@ -231,7 +231,7 @@ def test_a_google_cloud_slice(serve: Callable[..., Server]) -> None:
     ("variables", "is_tpu_vm"),
     [({}, False), ({"TPU_SKIP_MDS_QUERY": "1"}, True), (gke(2, 0), True)],
 )
-def test_the_server_is_asked_where_it_may_know_only(
+def test_the_server_is_not_asked_in_vain(
     variables: dict[str, str], is_tpu_vm: bool, serve: Callable[..., Server]
 ) -> None:
     server = serve(GCE)

@@ -98,7 +98,7 @@ def test_all_get_the_values_of_all() -> None:
     ]
 
 
-def test_one_that_does_not_come() -> None:
+def test_a_missing_worker() -> None:
     first = cluster_of(3, service := Service(), startup=0.3)[0]
     service.values["replicax/exchange/start/0/1"] = "1"
     begin = time.monotonic()
@@ -112,7 +112,7 @@ def test_one_that_does_not_come() -> None:
     assert caught.value.culprit == "worker:2"
 
 
-def test_most_of_500_that_do_not_come() -> None:
+def test_499_missing_workers() -> None:
     """The reminder and the error name ten, and the number of the rest."""
     first, *_ = cluster_of(500, Service())
     with pytest.raises(ClusterError) as caught:
@@ -123,7 +123,7 @@ def test_most_of_500_that_do_not_come() -> None:
     assert len(str(caught.value)) < 500
 
 
-def test_one_that_has_ended_its_script() -> None:
+def test_a_worker_whose_script_has_ended() -> None:
     first, _ = cluster_of(2, Service())
     assert first.watch is not None
     first.watch.signs[1].has_left = True
@@ -166,7 +166,7 @@ def as_script(worker: Workers, act: Callable[[], Any]) -> str:
     return "no error"
 
 
-def test_one_that_went_on_without_this_one(watched: list[Workers]) -> None:
+def test_a_worker_that_went_on(watched: list[Workers]) -> None:
     def script(worker: Workers) -> None:
         for _ in range(5 + worker.index):
             step(worker)
@@ -183,7 +183,7 @@ def test_one_that_went_on_without_this_one(watched: list[Workers]) -> None:
     assert "strategy.is_chief" in first
 
 
-def test_one_that_is_slow_is_waited_for() -> None:
+def test_a_slow_worker() -> None:
     """Programs that one worker runs by itself say nothing about the order."""
     cluster = cluster_of(2, Service(), startup=20)
     for worker in cluster:
@@ -197,7 +197,7 @@ def test_one_that_is_slow_is_waited_for() -> None:
     assert on_all(cluster, exchange) == [[0, 1], [0, 1]]
 
 
-def test_two_that_wait_for_different_things(watched: list[Workers]) -> None:
+def test_two_workers_wait_in_different_exchanges(watched: list[Workers]) -> None:
     def script(worker: Workers) -> None:
         worker.exchange("a", 0)
         worker.exchange("save" if worker.index else "program", 0)
@@ -212,7 +212,7 @@ def test_two_that_wait_for_different_things(watched: list[Workers]) -> None:
         assert f" is at the exchange of '{other}'. All" in text
 
 
-def test_the_wait_can_be_ended_from_outside() -> None:
+def test_while_waiting_may_raise() -> None:
     first, _ = cluster_of(2, Service())
     missing_at_first = []
 

@@ -41,7 +41,7 @@ def run_guard(announced: bytes, said: bytes, folder: str = "") -> None:
         (b"+%d\n", b"+%d\n-%d\n", False),
     ],
 )
-def test_what_has_not_ended_is_killed(
+def test_the_guard_kills_running_tasks(
     announced: bytes, said: bytes, killed: bool
 ) -> None:
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as process:
@@ -54,7 +54,7 @@ def test_what_has_not_ended_is_killed(
         process.kill()
 
 
-def test_the_end_of_a_task_is_noted_after_its_start() -> None:
+def test_the_guard_applies_a_start_before_its_end() -> None:
     """Many lines at once, in both pipes: none that has ended stays known."""
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as process:
         number = b"%d" % process.pid

@@ -33,7 +33,7 @@ def test_of_a_long_traceback_the_scripts_own_line_and_the_end_are_shown() -> Non
     assert shown[-2:] == ["      f19()", "  ValueError: no"]
 
 
-def test_a_task_that_blames_itself_failed_first() -> None:
+def test_a_task_that_reports_itself_failed_first() -> None:
     """It may end later than those who noticed that it was gone."""
     reports = [
         report("worker:0", "worker:1", kind="lost", exit_code=138),
@@ -49,7 +49,7 @@ def test_a_task_that_blames_itself_failed_first() -> None:
     assert not RestartPolicy(on_any=True).is_permanent(failure)
 
 
-def test_else_the_task_that_ended_first() -> None:
+def test_without_such_a_report_the_first_exit_counts() -> None:
     reports = [
         report("worker:0", "worker:0", kind="preempted", exit_code=138),
         report("worker:2", "worker:1", kind="lost", exit_code=138),
@@ -70,13 +70,13 @@ def test_else_the_task_that_ended_first() -> None:
         (-40, "worker:0 was killed by signal 40."),
     ],
 )
-def test_words_for_an_exit_code(exit_code: int, message: str) -> None:
+def test_describe_exit(exit_code: int, message: str) -> None:
     failure = first_failure([("worker:0", exit_code)], [])
     assert failure is not None
     assert failure.message == message
 
 
-def test_a_preempted_task_has_its_say() -> None:
+def test_the_report_of_a_preempted_task() -> None:
     own = report("worker:0", "worker:0", kind="preempted", exit_code=138)
     failure = first_failure([("worker:0", 138)], [own])
     assert failure is not None

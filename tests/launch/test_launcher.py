@@ -78,7 +78,7 @@ def test_tasks_run_with_prefixes_and_all_are_done(run: Callable[..., Result]) ->
     assert result.stderr == ""
 
 
-def test_each_worker_has_gpus_of_its_own(
+def test_gpus_per_worker(
     run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("0000:01:00.0", "0000:41:00.0"):
@@ -115,7 +115,7 @@ def test_what_cannot_be_run(options: list[str], message: str) -> None:
     assert message in re.sub(r"[\s│]+", " ", result.stderr)
 
 
-def test_options_after_the_script_are_its_own(
+def test_options_after_the_script_go_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
@@ -129,7 +129,7 @@ def test_options_after_the_script_are_its_own(
     assert both.stderr == ""
 
 
-def test_a_permanent_failure_is_not_repeated(run: Callable[..., Result]) -> None:
+def test_no_restart_after_a_permanent_failure(run: Callable[..., Result]) -> None:
     result = run(
         "sys.exit(3) if name == 'worker:1' else time.sleep(100)", "--workers", "3"
     )
@@ -159,20 +159,20 @@ def test_the_cause_is_shown_once(run: Callable[..., Result]) -> None:
     assert result.stderr.count("ValueError: --steps") == 1
 
 
-def test_any_failure_is_repeated_if_asked_for(run: Callable[..., Result]) -> None:
+def test_restart_on_any_failure(run: Callable[..., Result]) -> None:
     code = "sys.exit(3) if attempt < 2 else print('done')"
     result = run(code, "--restart-on", "any", "--backoff-seconds", "0.1")
     assert result.exit_code == 0, result.output
     assert "worker:0 ended with exit code 3. Restart 2 of 3" in result.stderr
 
 
-def test_an_interrupt_is_not_repeated_even_then(run: Callable[..., Result]) -> None:
+def test_no_restart_after_an_interrupt(run: Callable[..., Result]) -> None:
     result = run("sys.exit(130)", "--restart-on", "any", "--backoff-seconds", "0.1")
     assert result.exit_code == 130, result.output
     assert "after 0 restarts" in result.stderr
 
 
-def test_who_ended_its_script_early_tells_the_exit_code(
+def test_exit_code_of_a_script_that_ended_early(
     run: Callable[..., Result],
 ) -> None:
     code = """
@@ -186,7 +186,7 @@ def test_who_ended_its_script_early_tells_the_exit_code(
     assert "worker:1 failed first, with exit code 5 (permanent" in result.stderr
 
 
-def test_a_retryable_failure_is_repeated_until_it_is_over(
+def test_restarts_after_retryable_failures(
     run: Callable[..., Result], tmp_path: Path
 ) -> None:
     code = """
@@ -206,7 +206,7 @@ def test_a_retryable_failure_is_repeated_until_it_is_over(
     assert result.stderr.splitlines()[-1].endswith("done, after 2 restarts.")
 
 
-def test_no_more_restarts_than_allowed(run: Callable[..., Result]) -> None:
+def test_max_restarts(run: Callable[..., Result]) -> None:
     code = "report({name: attempt}, 140)"
     result = run(code, "--max-restarts", "2", "--backoff-seconds", "0")
     assert result.exit_code == 140
@@ -254,7 +254,7 @@ def test_a_killed_task(run: Callable[..., Result]) -> None:
     assert "worker:0 was killed by SIGKILL (out of memory?)" in result.stderr
 
 
-def test_the_rest_is_killed_if_it_does_not_end(
+def test_tasks_that_ignore_sigterm_are_killed(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicax.launch.supervisor.KILL_AFTER_S", 0.3)
@@ -277,7 +277,7 @@ def test_the_rest_is_killed_if_it_does_not_end(
     assert time.monotonic() - start < 10
 
 
-def test_parameter_servers_are_ended_when_the_training_is(
+def test_parameter_servers_end_after_the_training(
     run: Callable[..., Result],
 ) -> None:
     code = """
@@ -307,20 +307,20 @@ def test_the_evaluator_may_finish(run: Callable[..., Result]) -> None:
     assert result.stdout == "evaluator:0 | evaluated\n"
 
 
-def test_the_evaluator_has_an_end(run: Callable[..., Result]) -> None:
+def test_the_evaluator_has_a_deadline(run: Callable[..., Result]) -> None:
     options = ("--evaluator", "--evaluator-seconds", "0.3")
     result = run(EVALUATOR.format(seconds=100), *options)
     assert result.exit_code == 0, result.output
     assert "evaluator:0 did not end within 0.3 s after the training" in result.stderr
 
 
-def test_a_failure_of_the_evaluator_is_one(run: Callable[..., Result]) -> None:
+def test_a_failed_evaluator_fails_the_job(run: Callable[..., Result]) -> None:
     code = "sys.exit(4) if name == 'evaluator:0' else time.sleep(100)"
     assert run(code, "--evaluator").exit_code == 4
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin here")
-def test_workers_have_cores_of_their_own(run: Callable[..., Result]) -> None:
+def test_cores_per_worker(run: Callable[..., Result]) -> None:
     count = min(2, len(os.sched_getaffinity(0)))
     # The server would be ended before it has printed, if workers came first.
     code = "print(*os.sched_getaffinity(0), flush=True); time.sleep(name[0] == 'w')"
@@ -416,7 +416,7 @@ time.sleep(100)
         pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_goes_on_to_the_tasks_and_nothing_is_restarted(
+def test_a_signal_is_forwarded_and_no_restart_follows(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     with launcher(tmp_path, SAVES) as process:
@@ -494,7 +494,7 @@ def test_a_job_is_restarted_where_the_disk_of_its_reports_is_full(
 
 
 @pytest.mark.slow
-def test_an_output_that_nobody_reads_ends_the_tasks_in_order(tmp_path: Path) -> None:
+def test_a_closed_output_ends_the_tasks(tmp_path: Path) -> None:
     code = """
         def save(*_):
             open(here + "/saved-" + name, "w")
@@ -533,7 +533,7 @@ def test_a_signal_during_the_wait_ends_it(tmp_path: Path) -> None:
     assert "a signal came before the restart" in output
 
 
-def test_handlers_are_put_back(tmp_path: Path) -> None:
+def test_signal_handlers_are_restored(tmp_path: Path) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     assert launch(command("pass")) == 0

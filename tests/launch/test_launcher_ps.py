@@ -129,7 +129,7 @@ def test_an_exception_of_a_worker_ends_the_job(run: Callable[..., Result]) -> No
     assert "worker:2 failed first, with exit code 1, after 0 restarts" in last
 
 
-def test_any_failure_is_followed_by_a_restart_if_asked_for(
+def test_restart_on_any_failure(
     run: Callable[..., Result],
 ) -> None:
     code = """
@@ -146,7 +146,7 @@ def test_any_failure_is_followed_by_a_restart_if_asked_for(
     assert "worker:2 ended with exit code 3. Restart 1 of 3" in result.stderr
 
 
-def test_a_consequence_of_a_permanent_failure_is_not_repeated(
+def test_no_restart_after_a_consequence_of_a_permanent_failure(
     run: Callable[..., Result],
 ) -> None:
     """worker:1 has lost the chief, which has reported an exception and still saves."""
@@ -240,7 +240,9 @@ def test_a_server_that_fails_ends_the_job(run: Callable[..., Result]) -> None:
     assert run(code, head=HEAD).exit_code == 5
 
 
-def test_a_server_that_ends_first_is_not_who_failed(run: Callable[..., Result]) -> None:
+def test_a_server_that_ends_before_the_culprit(
+    run: Callable[..., Result],
+) -> None:
     """Servers end with 1 when the chief has told them that it fails."""
     code = """
         if name == "ps:0":
@@ -324,7 +326,7 @@ TOKEN = """
 """
 
 
-def test_all_tasks_have_a_token_that_is_shown_nowhere(
+def test_all_tasks_have_a_secret_token(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("REPLICAX_PS_TOKEN", raising=False)

@@ -29,7 +29,7 @@ from replicax.launch.local_tasks import (
         ({}, "no tasks"),
     ],
 )
-def test_what_is_no_cluster(num_tasks: dict, message: str) -> None:
+def test_invalid_numbers_of_tasks(num_tasks: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^here: .*{message}"):
         check_tasks(num_tasks, "here")
 
@@ -64,7 +64,7 @@ def test_ports_are_free_and_not_those_of_outgoing_connections() -> None:
         assert max(ports) < int(limits.read_text().split()[0])
 
 
-def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, free = free_ports(2)
     monkeypatch.setattr(
         "replicax.launch.local_tasks._candidate_ports", lambda: iter([taken, free, 0])
@@ -83,7 +83,7 @@ def test_too_few_ports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cannot pin here")
-def test_no_core_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_have_distinct_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7, 11})
     assert divide_cores(["a", "b"], 2) == {"a": [2, 3], "b": [5, 7]}
     with pytest.raises(ValueError, match=r"3 workers with 2 cores each need 6 .* 5\."):
@@ -154,6 +154,6 @@ def test_tasks_that_train_divide_the_gpus(
     [(2, {"JAX_PLATFORMS": "cpu"}), (3, {"CUDA_VISIBLE_DEVICES": "3"})],
 )
 @pytest.mark.usefixtures("driver")
-def test_the_evaluator_gets_what_is_left(workers: int, variables: dict) -> None:
+def test_the_evaluator_gets_the_remaining_gpus(workers: int, variables: dict) -> None:
     found = divide_gpus({"worker": workers, "evaluator": 1}, {})
     assert found["evaluator:0"] == variables

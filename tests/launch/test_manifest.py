@@ -182,7 +182,7 @@ def test_restarts_as_a_gang_by_exit_code() -> None:
         assert codes["values"] == [*range(1, 128), 130]
 
 
-def test_job_ends_with_those_that_end() -> None:
+def test_success_policy() -> None:
     document: Any = jobset(TrainingJob(**FULL))
     assert document["spec"]["successPolicy"] == {
         "operator": "All",
@@ -270,7 +270,7 @@ def test_text_stays_text(word: str) -> None:
 )
 @example("\x85")
 @example(["a\u2028b\n", "\ufeff"])
-def test_yaml_says_what_the_document_says(value: Any) -> None:
+def test_yaml_round_trip(value: Any) -> None:
     assert yaml.safe_load(to_yaml({"value": value})) == {"value": value}
 
 
