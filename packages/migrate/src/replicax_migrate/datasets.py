@@ -101,8 +101,8 @@ def _is_operator(node: cst.CSTNode) -> bool:
 def _creates_dataset(script: Script, node: cst.CSTNode | Definition) -> bool:
     if not isinstance(node, cst.Call):
         return False
-    is_maker = method_name(node) in NAMES["dataset_makers"]
-    return is_maker or bool(_source_path(script, node)) or _is_tfds_load(script, node)
+    makes_one = method_name(node) in NAMES["dataset_makers"]
+    return makes_one or bool(_source_path(script, node)) or _is_tfds_load(script, node)
 
 
 def _is_dataset(script: Script, chain: _Ancestors) -> bool:

@@ -85,6 +85,8 @@ def main() -> None:
     is_server = has_servers and config["task"]["type"] == "ps"
 
     def write(status: Status, line: int = 1, reason: str = "") -> None:
+        if Path(outcome).exists():
+            return  # The other task of the cluster has written it.
         new = Path(f"{outcome}.{os.getpid()}")
         new.write_text(json.dumps([status, line, reason]), "utf-8")
         new.replace(outcome)

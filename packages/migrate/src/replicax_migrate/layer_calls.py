@@ -39,9 +39,9 @@ def _order(script: Script, call: cst.Call) -> tuple[Sequence[str], int]:
     methods = methods_named(script, call.func, "call")
     if methods:
         return [p.name.value for p in methods[0].params.params[1:]], len(call.args)
-    for maker in constructors(script, call.func):
-        if isinstance(maker, str) and maker in CALL_ORDERS:
-            return CALL_ORDERS[maker], 3
+    for constructor in constructors(script, call.func):
+        if isinstance(constructor, str) and constructor in CALL_ORDERS:
+            return CALL_ORDERS[constructor], 3
     return NAMES["model_call_parameters"], len(call.args)
 
 

@@ -255,15 +255,15 @@ class _LossPort:
             return False
         is_method = method_name(call) in {"update_state", "call"}
         func = object_of(call) if is_method else call.func
-        makers = _final_values(self._script, func) or {func}
+        values = _final_values(self._script, func) or {func}
         return call in self._losses or all(
-            maker in self._losses or self._ranks(maker) for maker in makers
+            value in self._losses or self._ranks(value) for value in values
         )
 
     def _ranks(self, metric: Expression) -> bool:
         """Whether a metric only ranks classes, and so is equal for logits."""
-        maker = metric.func if isinstance(metric, cst.Call) else metric
-        name = string_of(metric) or keras_name(self._script, maker, "metrics")
+        value = metric.func if isinstance(metric, cst.Call) else metric
+        name = string_of(metric) or keras_name(self._script, value, "metrics")
         return name in NAMES["ranking_metrics"]
 
     def _is_harmless(self, use: cst.CSTNode) -> bool:

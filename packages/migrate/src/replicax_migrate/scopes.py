@@ -99,10 +99,10 @@ def _compiles_model_of(script: Script, call: cst.Call, code: _ReachableCode) -> 
 
 def _objects_in(script: Script, parts: Iterable[cst.CSTNode]) -> set[Creation]:
     return {
-        origin
+        creation
         for part in parts
         for node in find(part, cst.Name, cst.Attribute, cst.Subscript)
-        for origin in creations(script, node)
+        for creation in creations(script, node)
     }
 
 

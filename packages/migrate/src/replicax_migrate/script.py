@@ -286,7 +286,7 @@ class Script:
             is_followed = f"{{{name}}}." in text or f"{{{name}}}(" in text
             if is_followed and isinstance(value, _OPERATIONS):
                 values[name] = parenthesized(value)
-        here = _TEMPLATE_PARTS.sub(lambda found: self.local_text(found.group()), text)
+        here = _TEMPLATE_PARTS.sub(lambda match: self.local_text(match.group()), text)
         config = self.module.config_for_parsing
         return parse_template_expression(here, config, **values)
 

@@ -64,10 +64,10 @@ class _GraphSession:
         """Plan the port of all runs."""
         script = self._script
         for line in self._lines_before():
-            self._read(line)
-        fetched = {call: self._fetched(call) for call in list(self._runs())}
+            self._classify(line)
+        values_by_run = {call: self._values_of_run(call) for call in list(self._runs())}
         moved: set[cst.CSTNode] = set()
-        for call, values in fetched.items():
+        for call, values in values_by_run.items():
             moved |= self._plan_run(call, values)
         for line in moved:
             self._edits.replacements[line] = script.move_away(line)
@@ -93,7 +93,7 @@ class _GraphSession:
             inner = outer
         return before
 
-    def _read(self, line: cst.SimpleStatementLine) -> None:
+    def _classify(self, line: cst.SimpleStatementLine) -> None:
         assign = only_statement(line)
         if not isinstance(assign, cst.Assign):
             return
@@ -102,16 +102,16 @@ class _GraphSession:
         attributes = map(attr_of, find(value, cst.Attribute))
         if method_name(value) in NAMES["graph_iterators"] and len(targets) == 1:
             self._iterators[targets[0]] = line
-        elif (initialized := self._initialized(value)) is not None:
-            self._initializers |= dict.fromkeys(targets, initialized)
+        elif (iterator := self._initialized_iterator(value)) is not None:
+            self._initializers |= dict.fromkeys(targets, iterator)
             self._removed.append(line)
         elif "get_next" in attributes or names_in(value) & self._values.keys():
             self._values |= dict.fromkeys(targets, line)
 
-    def _initialized(self, value: Expression) -> str | None:
+    def _initialized_iterator(self, value: Expression) -> str | None:
         """The name of the iterator that `value` initializes, or `""`; else None."""
         if isinstance(value, cst.List | cst.Tuple):
-            parts = [self._initialized(part) for part in elements_of(value)]
+            parts = [self._initialized_iterator(part) for part in elements_of(value)]
             names = [part for part in parts if part is not None]
             return "".join(names) if names and names == parts else None
         if isinstance(value, cst.Name):
@@ -136,10 +136,10 @@ class _GraphSession:
                 raise Unported(MESSAGES["session_options"], call)
             yield call
 
-    def _fetched(self, call: cst.Call) -> list[str] | None:
+    def _values_of_run(self, call: cst.Call) -> list[str] | None:
         """The values that a run computes; None if it only initializes."""
         fetched = call.args[0].value
-        if self._initialized(fetched) is not None:
+        if self._initialized_iterator(fetched) is not None:
             return None
         is_display = isinstance(fetched, cst.List | cst.Tuple)
         parts = elements_of(fetched) if is_display else [fetched]
@@ -195,7 +195,7 @@ class _GraphSession:
         around = script.parents(statement)
         inside = itertools.takewhile(lambda x: x is not self._node, around)
         in_loop = any(isinstance(node, cst.For | cst.While) for node in inside)
-        line = self._iterators.get(self._initialized(call.args[0].value) or "")
+        line = self._iterators.get(self._initialized_iterator(call.args[0].value) or "")
         if not in_loop or line is None:
             self._edits.remove(statement)
             return

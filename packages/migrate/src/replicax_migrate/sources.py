@@ -1,4 +1,7 @@
-"""Rules for sources and methods of datasets, which become those of Grain."""
+"""Rules for the sources and methods of `tf.data` datasets, which become Grain's.
+
+`d.take(3)` becomes `d[:3]`. `pipelines` applies the rules to whole pipelines.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,7 +45,7 @@ __all__ = [
 def bound_rule(
     script: Script, call: cst.Call, rule: Rule
 ) -> Callable[[cst.Call], Expression]:
-    """Bind a rule to an original call, for `Plan.replacements`; report refusals."""
+    """Bind a rule to an original call, for `Edits.replacements`."""
     return lambda updated: script.attempt(
         call, lambda: rule(CallSite(script, call, updated)), updated
     )
@@ -52,7 +55,6 @@ def bound_rule(
 
 
 def _slices(site: CallSite) -> Expression:
-    # The first argument, without its keyword.
     first = site.updated.args[0].with_changes(
         value=_tensors(site), keyword=None, equal=cst.MaybeSentinel.DEFAULT
     )
@@ -88,7 +90,7 @@ def _tensors(site: CallSite) -> Expression:
 
 
 def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression:
-    """Convert the lists in a structure of tensors to arrays, as TF does to tensors."""
+    """Convert the lists in a structure to arrays, as TensorFlow does to tensors."""
     if isinstance(before, cst.Dict) and not isinstance(after, cst.Dict):
         before = before.elements[0].value  # `labels` takes it out of the dict.
     if (parts := _structure_parts(before)) is not None:
@@ -121,7 +123,7 @@ _DICT_OF_ARRAYS = "dict((name, np.array(value)) for name, value in {x}.items())"
 
 
 def _structure_parts(structure: Expression) -> Sequence[Any] | None:
-    """The parts of a tuple, a dict or a call of `dict`, which have a `value`."""
+    """The parts of a tuple, a dict or a call of `dict`; each has a `value`."""
     if isinstance(structure, cst.Call) and is_name(structure.func, "dict"):
         return structure.args
     is_display = isinstance(structure, cst.Tuple | cst.Dict)
@@ -146,7 +148,7 @@ SOURCE_RULES: dict[str, Rule | None] = {
     "data.Dataset.zip": _zip,
     **dict.fromkeys(READERS, None),  # Ported as other calls of Keras are.
 }
-"""Rules for sources of datasets that Grain has too, by path."""
+"""Rules for the sources that Grain has too, by path; None for calls of Keras."""
 
 
 # What is before a method.
@@ -241,7 +243,7 @@ def _repeat(site: CallSite) -> Expression:
 
 
 def _cache(site: CallSite) -> Expression:
-    """Drop `cache`; where it keeps order or random numbers, port it to `repeat`."""
+    """Drop `cache`, or port it to `repeat` if it keeps an order or random numbers."""
     before = calls_before(site.script, site.owner)
     is_shuffled = any(method_name(call) == "shuffle" for call in before)
     if not (is_shuffled or draws_before(site.script, site.node)):
@@ -251,7 +253,7 @@ def _cache(site: CallSite) -> Expression:
 
 
 def _as_numpy_iterator(site: CallSite) -> Expression:
-    """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
+    """Drop `as_numpy_iterator` in the head of a loop; elsewhere port it to `iter`."""
     script, examples = site.script, dropped_method("Grain's examples are NumPy's")(site)
     used = script.call_of_arg(site.node)
     is_whole = used and script.code(used.func) in NAMES["whole_iterations"]
@@ -261,7 +263,7 @@ def _as_numpy_iterator(site: CallSite) -> Expression:
 
 
 def is_looped(script: Script, node: cst.CSTNode) -> bool:
-    """Whether a loop or a comprehension goes through an expression."""
+    """Whether a loop or a comprehension iterates over an expression."""
     return isinstance(script.parent(node), cst.For | cst.CompFor)
 
 
@@ -281,7 +283,7 @@ DROPPED_METHODS: dict[str, Rule] = {
     ),
     "as_numpy_iterator": _as_numpy_iterator,
 }
-"""Rules for methods whose arguments are dropped."""
+"""Rules for methods whose arguments are not ported."""
 METHOD_RULES: dict[str, Rule] = {
     "map": _map,
     "batch": _batch,
@@ -300,14 +302,14 @@ METHOD_RULES: dict[str, Rule] = {
         "grain.MapDataset.concatenate([{self}, {dataset}])", "dataset", "name"
     ),
 }
-"""Rules for methods of tf.data's datasets that Grain has or does not need."""
+"""Rules for methods of datasets of examples."""
 
 
 # Streams of batches.
 
 
 def is_in_order(script: Script, source: cst.Call) -> bool:
-    """Whether a source does not shuffle; for folders `shuffle=True` is the default."""
+    """Whether a source does not shuffle. Readers of folders shuffle by default."""
     shuffle = kwarg_value(source, "shuffle")
     is_folder = script.called_path(source).endswith("_from_directory")
     return script.code(shuffle) != "True" if shuffle is not None else not is_folder
@@ -331,4 +333,4 @@ STREAM_RULES: dict[str, Rule] = {
     "shuffle": dropped_method(MESSAGES["stream_shuffled"]),
     "cache": dropped_method("the data are read again in each epoch"),
 }
-"""Rules for methods that Grain's streams have by another name, or not at all."""
+"""Rules for methods of streams of batches, where they differ."""

@@ -319,7 +319,9 @@ def _calls_of(
 ) -> list[cst.Call]:
     """The calls of some methods of a model, by any name of the model."""
     models = {
-        origin for origin in creations(script, model) if isinstance(origin, cst.Call)
+        creation
+        for creation in creations(script, model)
+        if isinstance(creation, cst.Call)
     }
     calls = (call for call in script.calls if method_name(call) in names)
     return [
@@ -342,9 +344,9 @@ def _is_changed_after_compile(
     here = [script.line(c) for c in compiled if script.function_of(c) is around]
     if here:
         return max(here) < script.line(node)
-    makers = {
+    functions = {
         script.function_of(c)
         for c in creations(script, model)
         if isinstance(c, cst.Call)
     }
-    return any(script.function_of(call) in makers - {None} for call in compiled)
+    return any(script.function_of(call) in functions - {None} for call in compiled)

@@ -93,8 +93,8 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
     if is_name(node.value, "self"):  # A base of the class may set it.
         owners = [script.class_around(node)]
     else:
-        maker = script.flow.value(node.value)
-        name = maker.func if isinstance(maker, cst.Call) else None
+        constructor = script.flow.value(node.value)
+        name = constructor.func if isinstance(constructor, cst.Call) else None
         owners = script.classes(name.value) if isinstance(name, cst.Name) else []
     name, classes = node.attr.value, with_bases(script, *owners)
     return frozenset(
