@@ -369,9 +369,7 @@ def test_equal_but_different_plain_values_are_told_apart(strategy) -> None:
     assert seen[0] is True
 
 
-def test_cache_is_bounded_and_drops_the_least_recently_used(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_cache_is_bounded_and_drops_the_least_recently_used() -> None:
     cache = ProgramCache(size=3)
     made: list[int] = []
 
@@ -385,12 +383,8 @@ def test_cache_is_bounded_and_drops_the_least_recently_used(
         assert cache.get(fn, i, make(i)) == f"program {i}"
     assert made == [0, 1, 2, 3]
     assert len(cache) == 3
-    assert not caplog.records
-    for again in (1, 3):  # Both were dropped, which is said once.
-        cache.get(fn, again, make(again))
-    assert made == [0, 1, 2, 3, 1, 3]
-    (record,) = caplog.records
-    assert "more than 3 programs are in use" in record.message
+    cache.get(fn, 1, make(1))
+    assert made == [0, 1, 2, 3, 1]
 
 
 @pytest.mark.slow

@@ -46,11 +46,11 @@ def static_key(value: object) -> Hashable:
 
 
 class _KeyOfFunction:
-    """A function's key, and the objects that it depends on, to validate it quickly.
+    """A function's key, and the objects that the key depends on, to validate it fast.
 
     Attributes:
-        parts: The keys of the function's closed-over values, defaults and globals, with
-            their names. Functions of the same code have equally many.
+        parts: Names and keys of the function's closed-over values, defaults and
+            globals. Functions of the same code have equally many.
         key: The function's key.
     """
 
@@ -65,7 +65,7 @@ class _KeyOfFunction:
         self._functions.clear()
 
     def is_current(self, fn: types.FunctionType) -> bool:
-        """Whether the key is this function's and no object has been replaced."""
+        """Whether the key belongs to `fn`, and no object of it has been replaced."""
         return (
             self._fn() is fn  # `functools.wraps` copies attributes to other functions.
             and all(values.get(name) is value for values, name, value in self._names)
@@ -89,13 +89,13 @@ class _KeyOfFunction:
             parts.append((name, self._content_key(content)))
         for i, value in enumerate(fn.__defaults__ or ()):
             parts.append((f"default {i}", static_key(value)))
-        defaults, known = fn.__kwdefaults__ or {}, fn.__globals__
+        defaults, module = fn.__kwdefaults__ or {}, fn.__globals__
         for name in defaults:
             value = self._value_of(defaults, name)
             parts.append((f"default {name}", static_key(value)))
         for name in _global_names(fn.__code__) if self._with_globals else ():
-            value = self._value_of(known, name)
-            parts.append((name, self._global_key(value, known)))
+            value = self._value_of(module, name)
+            parts.append((name, self._global_key(value, module)))
         return parts
 
     def _value_of(self, values: dict[str, object], name: str) -> object:
@@ -109,9 +109,9 @@ class _KeyOfFunction:
         is_function = isinstance(content, types.FunctionType)
         return self._inner_key(content) if is_function else static_key(content)
 
-    def _global_key(self, value: object, known: dict[str, object]) -> Hashable:
-        """A key of a global; of functions of the same module also what they use."""
-        if isinstance(value, types.FunctionType) and value.__globals__ is known:
+    def _global_key(self, value: object, module: dict[str, object]) -> Hashable:
+        """A key of a global: of a function of this module, one by its content."""
+        if isinstance(value, types.FunctionType) and value.__globals__ is module:
             return self._inner_key(value)
         kind = type(value)
         if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
@@ -137,17 +137,17 @@ def _content(cell: types.CellType) -> object:
         return None
 
 
-# Making a key takes longer than the rest of `run` on the host. So a function stores its
-# key as an attribute: in a dictionary, keys would keep models alive.
+# Making a key takes longer than the rest of `Strategy.run` on the host, so a function
+# stores its key as an attribute. (In a dictionary, keys would keep models alive.)
 _KEY = "_replicax_key"
 
 
 def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Hashable:
     """A key that is equal for functions that would trace to the same program.
 
-    A lambda or inner function that a loop defines again has a new identity each time.
-    Its key is equal if its code, its closed-over values and the globals that it names
-    are equal. (A notebook's cell that runs again binds a new model to the same name.)
+    A lambda or inner function in a loop is a new object each time. Keys are equal if
+    the code, the closed-over values and the named globals are equal. (A notebook's cell
+    that runs again binds a new model to the same name.)
 
     Args:
         fn: A function, or any other callable.
@@ -157,13 +157,13 @@ def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Has
         key = function_key(fn.__func__, with_globals=with_globals)
         return (Identity(fn.__self__), key)
     if not isinstance(fn, types.FunctionType):
-        # Most objects compare by identity, and in C.
+        # Such objects compare by identity, and in C.
         return fn if type(fn).__eq__ is object.__eq__ else Identity(fn)
     stored: _KeyOfFunction | None = fn.__dict__.get(_KEY) if with_globals else None
     if stored is not None and stored.is_current(fn):
         return stored.key
     new = _KeyOfFunction(fn, with_globals=with_globals)
-    if with_globals and not new.refers_to(fn):  # Else it would refer to itself.
+    if with_globals and not new.refers_to(fn):  # Else a reference cycle.
         fn.__dict__[_KEY] = new
     return new.key
 
@@ -192,7 +192,10 @@ def unwrap_partial(
 
 
 class _Entry(Generic[T]):
-    """A program under its key; equal to an entry of the same key, also without one."""
+    """A program under its key; entries of equal keys are equal.
+
+    `holder` is the dictionary that keeps the entry alive.
+    """
 
     __slots__ = ("__weakref__", "holder", "key", "program")
 
@@ -209,7 +212,7 @@ class _Entry(Generic[T]):
 
 
 class _Programs(dict[int, Any]):
-    """Entries by id that a variable keeps alive; a copy of the variable has none."""
+    """The entries that a variable keeps alive, by id; a copied variable has none."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (_Programs, ())
@@ -221,10 +224,9 @@ _PROGRAMS = "_replicax_programs"
 class ProgramCache(Generic[T]):
     """The most recently used programs, at most `size` of them.
 
-    A program and its key refer to the variables and functions that it consists of. A
-    program with an owner, such as a weight that it trains, is kept by its owner alone:
-    the garbage collector frees all of them together, as when a script trains one model
-    after another.
+    A program and its key refer to variables and functions. Only a program's owner, such
+    as a weight that it trains, keeps the program alive, so the garbage collector frees
+    a model and its programs together.
 
     Args:
         size: The number of programs; a new one replaces the least recently used one.
@@ -234,14 +236,12 @@ class ProgramCache(Generic[T]):
     def __init__(
         self, size: int = 512, owner_of: Callable[[T], object] = lambda _: None
     ) -> None:
-        # Weak references are equal where their entries are, and keep nothing alive.
+        # Weak references to equal entries are equal.
         self._entries: OrderedDict[weakref.ref[_Entry[T]], weakref.ref[_Entry[T]]]
         self._entries = OrderedDict()
         self._kept: dict[int, _Entry[T]] = {}
         self._size = size
         self._owner_of = owner_of
-        # Hashes of dropped keys; None after the warning was given.
-        self._dropped: set[int] | None = set()
         self._lock = threading.Lock()
         self._versions: dict[types.CodeType, list[list[int]]] = {}
         self._warned: set[types.CodeType] = set()
@@ -265,16 +265,15 @@ class ProgramCache(Generic[T]):
             if entry is not None and entry.program is not None:
                 self._entries.move_to_end(place)
                 return entry.program
-        self._warn_if_dropped(fn, hash(wanted))
         self._warn_if_made_anew(fn)
         program = make()
         self._keep(wanted.key, program)
         return program
 
     def keep(self, fn: Callable[..., PyTree], key: Hashable, program: T) -> None:
-        """Keep a program that has run for the first time.
+        """Store a program again after its first call, under the function's present key.
 
-        Its trace may have changed what `fn` closes over, such as a counter.
+        Its trace may have changed a closed-over value, such as a counter.
         """
         self._keep((function_key(fn), key), program)
 
@@ -292,10 +291,7 @@ class ProgramCache(Generic[T]):
             for freed in [place for place in self._entries if place() is None]:
                 del self._entries[freed]
             if len(self._entries) > self._size:
-                oldest = next(iter(self._entries))
-                self._drop(oldest)
-                if self._dropped is not None:
-                    self._dropped.add(hash(oldest))
+                self._drop(next(iter(self._entries)))
 
     def _drop(self, place: weakref.ref[_Entry[T]]) -> None:
         stored = self._entries.pop(place, None)
@@ -303,24 +299,12 @@ class ProgramCache(Generic[T]):
         if entry is not None:
             entry.holder.pop(id(entry), None)
 
-    def _warn_if_dropped(self, fn: Callable[..., PyTree], number: int) -> None:
-        if self._dropped is None or number not in self._dropped:
-            return
-        self._dropped = None
-        _logger.warning(
-            "%s is compiled again for a shape of arguments that it had before: more "
-            "than %d programs are in use, and those used least recently are dropped. "
-            "Pad batches to a few shapes; every other shape costs a compilation.",
-            describe(fn),
-            self._size,
-        )
-
     def _warn_if_made_anew(self, fn: Callable[..., PyTree]) -> None:
         fn = getattr(fn, "__func__", fn)
         if not isinstance(fn, types.FunctionType) or fn.__code__ in self._warned:
             return
         parts = _KeyOfFunction(fn).parts
-        # Hashes, which unlike the keys keep nothing alive.
+        # Hashes keep nothing alive, unlike keys.
         version = [hash(part) for _, part in parts]
         versions = self._versions.setdefault(fn.__code__, [])
         if version not in versions:

@@ -1,4 +1,4 @@
-"""Sums over the replicas whose examples count."""
+"""Sums over the replicas that hold examples of the batch: they *count* in the step."""
 
 from collections.abc import Callable
 
@@ -27,16 +27,16 @@ class CountedReplicas:
 
     @property
     def loss_scale(self) -> int:
-        """Factor on a loss' local share of the global value.
+        """Factor on a replica's share of the global loss.
 
-        Where gradients are averaged, the number of replicas that count; else 1.
+        `num_counted` where gradients are averaged, else 1.
         """
         return self.num_counted if self._gradient_op is ReduceOp.MEAN else 1
 
     def mapped(
         self, fn: Callable[..., PyTree], in_axes: PyTree, out_axes: PyTree
     ) -> Callable[..., PyTree]:
-        """Map `fn` over the replicas of a device as the step is, if it has several."""
+        """Map `fn` over the replicas of a device, as the step is mapped."""
         return self._group.mapped(fn, in_axes, out_axes)
 
     @property
@@ -74,9 +74,9 @@ class CountedReplicas:
         return self.of_counted_losses(self._group.sum(self.counted(tree)))
 
     def of_counted_losses(self, tree: PyTree) -> PyTree:
-        """The same arrays; no gradient comes back from replicas that do not count."""
-        # An all-reduce adds what comes back from all replicas. The others compute
-        # losses, too, and their own gradients are left out only when these are summed.
+        """The same arrays, without gradients from replicas that do not count."""
+        # Those replicas compute losses on copies of examples. Backward through an
+        # all-reduce, their gradients would be added to the others'.
         tree = self._where_counted(tree, lax.stop_gradient)
         return tree if self._num_active is None else declare_mirrored(tree)
 
@@ -87,8 +87,8 @@ class CountedReplicas:
     def summand(self, value: jax.Array) -> jax.Array:
         """This replica's part of a value; the parts that count sum to it exactly.
 
-        Equal parts, but for what rounding leaves to the first replica. With the low
-        bits cut off, the parts' sums need no rounding in any order.
+        Parts are equal, and the first replica adds the remainder. They are rounded to
+        fewer bits, so that sums of parts need no rounding in any order.
         """
         num = self.num_counted
         if num == 1:
@@ -97,7 +97,7 @@ class CountedReplicas:
             info = jnp.finfo(value.dtype)
             kept = max(1, info.nmant - 2 * num.bit_length())
             part = lax.reduce_precision(value / num, info.nexp, kept)
-            # Infinity has no parts: less itself it would be NaN.
+            # The remainder of infinity would be NaN.
             part = jnp.where(jnp.isfinite(value), part, 0)
         else:
             part = value // num

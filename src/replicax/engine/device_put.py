@@ -30,14 +30,14 @@ _WIDE = (np.dtype("int64"), np.dtype("uint64"))
 
 
 def laid_out(value: PyTree, sharding: NamedSharding, like: PyTree = None) -> jax.Array:
-    """`value`, which every process has, on the devices of `sharding` as that says.
+    """Place a value that every process has, by a sharding.
 
-    Across processes each one places its own value, which must be the same: nothing is
-    sent. (`jax.device_put` would compare the values, a collective at each call.)
+    Each process places its own equal value and sends nothing. (`jax.device_put` would
+    compare the values, a collective at each call.)
 
     JAX takes a tenth of the time if `like`, such as the array that is replaced, has the
-    value's shape and dtype, and lies whole on these devices. It may go on reading the
-    memory of `value` then.
+    value's shape and dtype and is replicated over these devices. JAX may then read the
+    memory of `value` after the return.
     """
     if (
         isinstance(like, jax.Array)
@@ -66,7 +66,7 @@ def laid_out(value: PyTree, sharding: NamedSharding, like: PyTree = None) -> jax
 
 
 def is_spread(value: object) -> bool:
-    """Whether this process has only some parts of an array."""
+    """Whether other processes hold parts of an array that this process lacks."""
     return isinstance(value, jax.Array) and not (
         isinstance(value, jax.core.Tracer)
         or value.is_fully_replicated
@@ -75,9 +75,9 @@ def is_spread(value: object) -> bool:
 
 
 def gathered(array: jax.Array) -> jax.Array:
-    """This process' copy of an array of which processes have parts.
+    """Gather an array whose parts are on several processes; a collective.
 
-    All of them have to call it, for the same arrays in the same order.
+    All processes must call it, for the same arrays in the same order.
     """
     log = workers.current().log
     if log is not None:
@@ -92,20 +92,20 @@ def gathered(array: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=16)
 def _to_all(mesh: Mesh) -> Wrapped:
-    """One function for all arrays of a mesh, or JAX would compile for each call."""
+    """One function per mesh: JAX would compile a new function at each call."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.jit(lambda x: x, out_shardings=whole)
 
 
 def local_value(value: PyTree) -> PyTree:
-    """An array that this process can read, of one that is whole on every device."""
+    """This process' copy of an array that is replicated over all devices."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value.addressable_data(0)
     return value
 
 
 def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """This process' rows of arrays that are split over all processes' devices."""
+    """Place this process' rows of arrays that are split over all processes."""
     if _is_nowhere(sharding):
         return tree
     warn_of_wide_integers(jax.tree.leaves(tree))
@@ -121,30 +121,29 @@ def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def warn_of_wide_integers(arrays: Iterable[PyTree]) -> None:
-    """Warn of NumPy's 64-bit integers that JAX changes: those that 32 bits do not hold.
+    """Warn of NumPy's 64-bit integers that do not fit into 32 bits.
 
-    `jax.device_put` and compiled functions drop their upper bits without a word, unless
-    `jax_enable_x64` is set.
+    Unless `jax_enable_x64` is set, JAX drops their upper bits silently.
     """
     for x in arrays:
         if not isinstance(x, np.ndarray) or x.dtype not in _WIDE or not x.size:
             continue
         limits = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
         if x.view(np.uint64).max() <= limits.max:
-            continue  # One pass for ids: as these, negative numbers are large.
+            continue  # One pass in most cases: negative numbers are large as unsigned.
         least, most = x.min(), x.max()
         if least < limits.min or most > limits.max:
             warnings.warn(
                 f"An array {x.dtype}{list(x.shape)} has values from {least} to {most}. "
-                f"JAX computes with {limits.dtype}, so those beyond it become other "
-                "numbers. Map them to smaller ones, as ids modulo a size, or set "
-                "JAX_ENABLE_X64=1.",
+                f"JAX computes with {limits.dtype}, so larger values become other "
+                "numbers. Map them to smaller values, such as ids modulo a size, or "
+                "set JAX_ENABLE_X64=1.",
                 stacklevel=2,
             )
 
 
 def _as_data(place: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:
-    """Place keys of random numbers as the numbers that they consist of."""
+    """Place random keys as their data, the arrays of integers."""
     data = place(jax.random.key_data(keys))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 

@@ -17,7 +17,7 @@ from replicax.cpu.memory import share_one_heap
 from replicax.cpu.settings import cpu_pool_size, is_on, keep_loops
 from replicax.errors import DeviceError
 
-Device = Any  # jax.Device, which type checkers take for a variable.
+Device = Any  # Type checkers see a variable in jax.Device.
 
 __all__ = [
     "Device",
@@ -99,7 +99,7 @@ def check_cpu_pool(devices: Sequence[Device]) -> None:
     here = jax.process_index()
     num_cpu = sum(d.platform == "cpu" and d.process_index == here for d in devices)
     if num_cpu:
-        is_on()  # Refuses an unknown word now, and not in the first step.
+        is_on()  # Raises for an unknown value now, not in the first step.
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if num_cpu > 1 and threads < 2 * num_cpu:
         raise DeviceError(
@@ -184,10 +184,7 @@ def _resolve(device: str | Device, caller: str) -> Device:
             f"'/gpu:0'. Visible here: {_visible()}."
         )
     platform, index = match["platform"].lower(), int(match["index"])
-    try:
-        candidates = jax.local_devices(backend=platform)
-    except RuntimeError:  # JAX's way to say that there is no such platform here.
-        candidates = []
+    candidates = _local_devices(platform)
     if index >= len(candidates):
         hint = (
             f" For more CPU devices call rx.set_logical_devices({index + 1}) at the "
@@ -220,37 +217,32 @@ def _visible() -> str:
     return ", ".join(device_name(d) for d in devices)
 
 
-# Lists of devices, as `tf.config` has them.
+# Lists of devices, as `tf.config` returns them.
 
 
 class PhysicalDevice(NamedTuple):
-    """A device of this machine. `list_physical_devices` returns them.
+    """A device of this machine.
 
     (TF: `tf.config.PhysicalDevice`.)
 
     Attributes:
-        name: Such as `"gpu:0"`.
+        name: Such as `"gpu:0"`; strategies take it as a device.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
 
     Example:
         >>> import replicax as rx
-        >>> device, *accelerators = rx.config.list_physical_devices()
-        >>> device.name, device.device_type
-        ('cpu:0', 'CPU')
+        >>> rx.config.list_physical_devices()[0].name
+        'cpu:0'
     """
 
     name: str
     device_type: str
 
 
-class LogicalDevice(NamedTuple):
-    """A device as strategies take it. `list_logical_devices` returns them.
+class LogicalDevice(PhysicalDevice):
+    """A device of JAX, of which a CPU may have several.
 
     (TF: `tf.config.LogicalDevice`.)
-
-    Attributes:
-        name: What `devices=` takes, such as `"cpu:1"`.
-        device_type: `"CPU"`, `"GPU"` or `"TPU"`.
 
     Example:
         >>> import replicax as rx
@@ -261,50 +253,39 @@ class LogicalDevice(NamedTuple):
         MirroredStrategy(cpu:0)
     """
 
-    name: str
-    device_type: str
-
 
 def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
-    """List the devices of this machine, without starting JAX's devices.
+    """List the CPU, as one device, and the accelerators; starts none of JAX's devices.
 
-    Workers can still join a cluster, and the CPU be divided, after this. Before JAX has
-    started, NVIDIA GPUs are counted by their driver's files and `CUDA_VISIBLE_DEVICES`,
-    TPU chips by their device files; other accelerators are not seen. (TF:
+    A process can still join a cluster or divide the CPU afterwards. Before JAX has
+    started, only NVIDIA GPUs and TPU chips are seen. (TF:
     `tf.config.list_physical_devices`.)
 
     Args:
         device_type: `"CPU"`, `"GPU"` or `"TPU"`; None: all.
-
-    Returns:
-        The CPU, which is one device, and the accelerators.
 
     Example:
         >>> import replicax as rx
         >>> rx.config.list_physical_devices("CPU")
         [PhysicalDevice(name='cpu:0', device_type='CPU')]
     """
-    devices = [PhysicalDevice("cpu:0", "CPU")]
     if has_devices():
-        started = [d for d in jax.local_devices() if d.platform != "cpu"]
-        devices += [PhysicalDevice(device_name(d), d.platform.upper()) for d in started]
+        accelerators = [d for d in list_logical_devices() if d.device_type != "CPU"]
+        devices = [("cpu:0", "CPU"), *accelerators]
     else:
-        for platform, number in (
-            ("gpu", len(visible_gpus(os.environ))),
-            ("tpu", len(list(Path("/dev").glob("accel*")))),
-        ):
-            devices += [
-                PhysicalDevice(f"{platform}:{i}", platform.upper())
-                for i in range(number)
-                if _is_allowed(platform)
-            ]
-    return [d for d in devices if device_type in (None, d.device_type)]
+        counts = {
+            "cpu": 1,
+            "gpu": len(visible_gpus(os.environ)) if _is_allowed("gpu", "cuda") else 0,
+            "tpu": len(list(Path("/dev").glob("accel*"))) if _is_allowed("tpu") else 0,
+        }
+        devices = [(f"{x}:{i}", x.upper()) for x, n in counts.items() for i in range(n)]
+    return [PhysicalDevice(*d) for d in devices if device_type in (None, d[1])]
 
 
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
-    """List the devices that strategies of this process can take; starts JAX's devices.
+    """List this process' JAX devices, which strategies take; starts them.
 
-    After it the CPU can no longer be divided, nor a cluster be joined. (TF:
+    Afterwards a process can no longer divide the CPU or join a cluster. (TF:
     `tf.config.list_logical_devices`.)
 
     Args:
@@ -312,26 +293,26 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
 
     Example:
         >>> import replicax as rx
-        >>> names = [d.name for d in rx.config.list_logical_devices("CPU")]
-        >>> names[0]
+        >>> rx.config.list_logical_devices("CPU")[0].name
         'cpu:0'
     """
     default_devices()
-    found = []
-    for platform in ("cpu", "gpu", "tpu"):
-        try:
-            devices = jax.local_devices(backend=platform)
-        except RuntimeError:  # JAX's way to say that there are none.
-            continue
-        kind = platform.upper()
-        found += [LogicalDevice(f"{platform}:{i}", kind) for i in range(len(devices))]
-    return [d for d in found if device_type in (None, d.device_type)]
+    devices = [
+        LogicalDevice(f"{platform}:{i}", platform.upper())
+        for platform in ("cpu", "gpu", "tpu")
+        for i in range(len(_local_devices(platform)))
+    ]
+    return [d for d in devices if device_type in (None, d.device_type)]
 
 
-def _is_allowed(platform: str) -> bool:
-    """Whether JAX will start a platform's devices."""
-    named = jax.config.values.get("jax_platforms")
-    if not named:
-        return True
-    wanted = {"cuda" if platform == "gpu" else platform, platform}
-    return not wanted.isdisjoint(named.split(","))
+def _local_devices(platform: str) -> list[Device]:
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError:  # JAX has no such platform here.
+        return []
+
+
+def _is_allowed(*platforms: str) -> bool:
+    """Whether JAX will start the devices of a platform, by one of its names."""
+    allowed = jax.config.values.get("jax_platforms")
+    return not allowed or not set(platforms).isdisjoint(allowed.split(","))

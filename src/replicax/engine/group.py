@@ -34,7 +34,7 @@ _ON_DEVICE = "replica_on_device"
 def mesh_of(
     devices: Sequence[Device], workers: Sequence[str], split: ModelSplit | None = None
 ) -> tuple[Mesh, ReplicaAxis]:
-    """The mesh of some devices, each worker's together, and its axis of replicas."""
+    """The mesh of devices that are sorted by worker, and its axis of replicas."""
     num = 1 if split is None else split.num_devices
     grid = np.array(devices).reshape(-1, num)
     num_per_worker = len(grid) // len(workers)
@@ -50,7 +50,7 @@ def mesh_of(
 
 
 def _names(grid: np.ndarray) -> tuple[str, ...]:
-    """Names of the devices of each replica; `grid` has a row for each."""
+    """The replicas' names: each row of `grid` holds the devices of one replica."""
     return tuple("+".join(map(device_name, row)) for row in grid)
 
 
@@ -59,17 +59,17 @@ class ReplicaGroup:
     """The replicas of a strategy: their mesh, layouts and collectives.
 
     Attributes:
-        strategy: Whose replicas they are.
-        mesh: The devices. Replicas lie along one of its axes.
-        axis: That axis.
-        layouts: How variables lie on the mesh.
-        cross_device_ops: How gradients are summed.
-        communication: What happens to gradients on their way.
-        num_per_device: Number of replicas on each device, which follow each other.
+        strategy: The strategy of the replicas.
+        mesh: The mesh of the devices.
+        axis: The axis of the mesh along which the replicas lie.
+        layouts: The shardings of variables on the mesh.
+        cross_device_ops: The all-reduce of gradients.
+        communication: The options of gradient communication.
+        num_per_device: Number of consecutive replicas on each device.
         num_local: Number of replicas on this process' devices.
-        first_local: The first of them.
-        first_seed: Number of the mesh's first replica among those of all workers, whose
-            random numbers differ.
+        first_local: The first replica on this process' devices.
+        first_seed: The first replica's number among the replicas of all workers; random
+            numbers depend on it.
         updates_at_home: Whether the variables live elsewhere, so that the strategy's
             home makes the updates, after the program.
     """
@@ -99,7 +99,7 @@ class ReplicaGroup:
 
     @property
     def divides_updates(self) -> bool:
-        """Whether each device makes a block of every update."""
+        """Whether each device updates one block of every variable."""
         return self.layouts.split_slots and self.axis.size > 1
 
     @property
@@ -123,7 +123,7 @@ class ReplicaGroup:
         return NamedSharding(self.mesh, PartitionSpec(self.axis.name))
 
     def on(self, devices: Sequence[Device]) -> "ReplicaGroup":
-        """The group on other devices, all of them here or only described."""
+        """The group on other devices, all of this process or only described."""
         grid = np.array(devices).reshape(-1, *self.mesh.devices.shape[1:])
         firsts = grid.reshape(len(grid), -1)
         host = devices[0].process_index
@@ -142,7 +142,7 @@ class ReplicaGroup:
         )
 
     def alone(self) -> "ReplicaGroup":
-        """A group whose only replica gets the global batch, as one device would."""
+        """A group of one replica, which gets the global batch."""
         first = self.mesh.devices.reshape(self.axis.size, -1)[0]
         return dataclasses.replace(
             self.on(list(first)),
@@ -181,7 +181,7 @@ class ReplicaGroup:
         in_axes: Sequence[PyTree] | int = 0,
         out_axes: PyTree = 0,
     ) -> Callable[..., PyTree]:
-        """`fn` of one replica, for the replicas of a device: a `vmap` if several."""
+        """Map `fn`, of one replica, over the replicas of a device by `vmap`."""
         if self.num_per_device == 1:
             return fn
         return jax.vmap(
@@ -200,7 +200,7 @@ class ReplicaGroup:
         """All replicas' values one after another along dimension `axis`."""
         if self.num_replicas == 1:
             return x
-        # One at a time: under `vmap` JAX gathers along a single axis only.
+        # Axis by axis: under `vmap` JAX gathers along a single axis only.
         for name in reversed(self.axis_names):
             x = lax.all_gather(x, name, axis=axis, tiled=True)
         return x

@@ -26,7 +26,7 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
-    """A jaxpr without its constants, which are its first inputs then."""
+    """The `Jaxpr` of a `ClosedJaxpr`, whose constants are the `constvars`."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
@@ -41,9 +41,9 @@ def inner_jaxprs(equation: JaxprEqn | TracedEquation) -> list[Jaxpr]:
 
 
 def equations_of(jaxpr: AnyJaxpr, *primitives: str) -> Iterator[JaxprEqn]:
-    """The equations of some primitives in a jaxpr and in those that it calls, in order.
+    """The equations of `primitives` in a jaxpr and its inner jaxprs, in order.
 
-    A matching equation's own jaxprs are not searched.
+    Inner jaxprs of a matching equation are not searched.
     """
     for equation in open_jaxpr(jaxpr).eqns:
         if equation.primitive.name in primitives:

@@ -1,7 +1,6 @@
 """A replica function becomes one XLA program.
 
-This is the one mechanism of the library; `strategy.run`, `fit`, `evaluate` and
-`predict` all come through here. In three steps:
+`strategy.run`, `fit`, `evaluate` and `predict` all come through here, in three steps:
 
 1. Discover: trace the function once, abstractly, and note which Keras variables it
    reads and writes.
@@ -11,14 +10,12 @@ This is the one mechanism of the library; `strategy.run`, `fit`, `evaluate` and
 3. Write back: each written variable is combined over the replicas by its own
    `aggregation`, which Keras declares.
 
-How often a user's step is traced: once to discover its variables, unless the caller
-declares them, and once to build the program, each time with one replay for each
-`tape.gradient`; only a trace whose analysis changes the program is made again.
+Each trace of a step replays it once for each `tape.gradient`. A trace whose analysis
+changes the program is made again.
 
-The third step is atomic: an interrupt finds all of a step's values stored, or none. A
-program that donates its arguments deletes the old values, and Python handles signals
-and exceptions of other threads between its own instructions only: so dispatch and
-stores are one call of C.
+The third step is atomic: an interrupt finds all of a step's values stored, or none.
+Donation deletes the old values, and Python handles signals only between its own
+instructions, so dispatch and stores are one call of C.
 """
 
 import itertools
@@ -64,10 +61,9 @@ class StepResult(NamedTuple):
     """The return value of a program.
 
     Attributes:
-        results: What the replica function returned, as arrays.
-        gradients: For each deferred update the summed gradients.
-        written: With deferred updates the new values of the program's `written`, which
-            it has not stored.
+        results: The replica function's results, as arrays.
+        gradients: The summed gradients of each deferred update.
+        written: With deferred updates, new values of `Program.written`, not yet stored.
     """
 
     results: PyTree
@@ -86,17 +82,15 @@ class Program:
         options: See `Options`.
 
     Attributes:
-        name: How messages call it, such as `"run(train_step)"`.
-        operation: What other workers, if there are any, know it by.
+        name: The program's name in messages, such as `"run(train_step)"`.
+        operation: The program's entry in the workers' dispatch log.
         written: The variables that the program itself writes.
-        inputs: The variables whose values it takes: `written`, then those that it only
-            reads.
-        overwritten: Ids of those of `written` whose old values make no difference;
-            known where updates are deferred.
-        deferred_updates: The updates that follow it, made by the strategy's home.
-        changed: The variables that have new values afterwards: `written`, and those of
-            the deferred updates.
-        variables: All of these.
+        inputs: The variables whose values it takes: `written`, then read-only ones.
+        overwritten: Ids of variables in `written` whose old values the program ignores;
+            valid only where updates are deferred.
+        deferred_updates: The updates that the strategy's home makes after the program.
+        changed: `written`, and the variables of the deferred updates.
+        variables: `changed` and `inputs`.
     """
 
     def __init__(
@@ -110,8 +104,7 @@ class Program:
         self._group = group
         self._options = options or Options()
         self.name = f"{current_call()}({describe(fn)})"
-        # A step whose update follows is not over with the program. What it writes, no
-        # weights, keeps its old values till then.
+        # Where the update follows the program, it needs the variables' old values.
         self._donates = not group.updates_at_home
         self.facts = self._options.facts
         self.operation = Operation(self.name, b"", self._options.num_steps or 1)
@@ -136,22 +129,22 @@ class Program:
 
     @property
     def owner(self) -> Variable | None:
-        """The variable without which it is of no use: a weight, where it has one."""
+        """The variable that keeps the program alive in the cache: a weight if any."""
         weights = [v for v in self.variables if v.trainable]
         return next(reversed(weights or self.variables), None)
 
     @property
     def trains(self) -> bool:
-        """Whether an optimizer makes updates in it; known once it is traced."""
+        """Whether an optimizer makes updates in it; False until it is traced."""
         return self._step.trains
 
     @property
     def results(self) -> ResultStructure:
-        """The structure of what it returns; known once it is traced."""
+        """The structure of the results; empty until the program is traced."""
         return self._step.results
 
     def lower(self, values: Shapes, leaves: Sequence[PyTree]) -> Lowered:
-        """Lower the program, for values of `inputs` and arguments like these."""
+        """Lower the program for these shapes of variables and arguments."""
         with explained_traces(self.name):
             return self._traced(values, leaves).lower()
 
@@ -164,8 +157,8 @@ class Program:
         """Run the program; store the new values of `written` if no updates follow.
 
         Args:
-            values: The values of `inputs`, on the replicas' devices. Those of `written`
-                are donated, but for deferred updates: the arrays are gone afterwards.
+            values: The values of `inputs`, on the replicas' devices. The arrays of
+                `written` are donated unless updates are deferred.
             leaves: The arguments' arrays.
 
         Raises:
@@ -183,8 +176,8 @@ class Program:
             or not ids.isdisjoint(map(id, leaves))
             or jax.debug_nans.value  # Raises when the old values are gone.
         ):
-            # An array that is needed twice cannot be given away: two variables share
-            # it, or a variable's value is an argument as well.
+            # An array that is used twice cannot be donated: two variables share it, or
+            # it is an argument as well.
             written = [jnp.copy(x) for x in written]
         call = (written, read, tuple(leaves))
         new: list[jax.Array] = []
@@ -201,10 +194,10 @@ class Program:
     def _dispatch(
         self, arguments: tuple[PyTree, ...]
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Call the compiled program and store what it writes, as one call of C.
+        """Call the compiled program and store the written values, as one call of C.
 
-        It returns a value for each variable, and one thing more, which is returned: the
-        results' arrays and the gradients.
+        The executable yields one value per written variable, then
+        `(results, gradients)`; this method returns the latter.
         """
         calls = itertools.starmap(self._jitted, (arguments,))
         outputs = itertools.chain.from_iterable(calls)
@@ -261,7 +254,7 @@ class Program:
         return self._jitted.trace(*self._split(values), tuple(leaves))
 
     def _split(self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """Values of `inputs` as the compiled program takes them: written ones first."""
+        """Split values of `inputs` into those of written and of read-only variables."""
         number = len(self.written)
         return list(values[:number]), list(values[number:])
 
@@ -278,7 +271,7 @@ class Program:
             # Every process gets all rows, as predict returns them.
             everywhere = options.outputs is Outputs.ROWS and group.spans_processes
             if everywhere or len(group.mesh.axis_names) > 1:
-                # What is left of the spec when the steps' rows follow each other.
+                # The dimension of the steps is gone.
                 names = () if everywhere else tuple(step.out_spec())[-1:]
                 where = NamedSharding(group.mesh, PartitionSpec(*names))
                 out = [lax.with_sharding_constraint(x, where) for x in out]
@@ -290,7 +283,7 @@ class Program:
         group, step = self._group, self._step
         layouts = [group.layout(v) for v in step.inputs]
         written, read = self._split(layouts)
-        # Shardings are given, or an array that came another way to the same place would
+        # Without explicit shardings, an equivalent sharding of another type would
         # compile the program again.
         leaves = tuple(NamedSharding(group.mesh, spec) for spec in step.leaf_specs())
         return jax.jit(
@@ -309,7 +302,7 @@ class Program:
         )
 
     def _scattered_bytes(self) -> int:
-        """The size of the gradients of which each device gets a part."""
+        """Bytes of the gradients that are reduce-scattered."""
         if not self._group.divides_updates:
             return 0
         dim_of = self._group.layouts.dim_of_update
@@ -320,11 +313,7 @@ class Program:
         )
 
     def _require_values(self, values: Values, leaves: Sequence[ArrayLike]) -> None:
-        """Raise if an array is gone. XLA does not, on several CPU devices: it crashes.
-
-        Its error is one of each device's own thread, and what comes next follows a
-        null.
-        """
+        """Raise if an array is deleted: with several CPU devices XLA would crash."""
         if any(map(_is_deleted, values)):
             pairs = zip(self.inputs, values, strict=True)
             names = [f"{v.path!r} {v.shape}" for v, x in pairs if _is_deleted(x)]
@@ -336,9 +325,9 @@ class Program:
             )
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
             raise LostValuesError(
-                f"{self.name}: an argument is an array that has been deleted. A "
-                "variable's old value is, once a step has written the variable: pass a "
-                "copy (jnp.copy) of one that is needed later."
+                f"{self.name}: an argument is an array that has been deleted. A step "
+                "deletes the old values of the variables that it writes: keep a copy "
+                "(jnp.copy) of a value that is needed later."
             )
 
 

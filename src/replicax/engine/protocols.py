@@ -9,7 +9,7 @@ import keras
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
-from replicax._util.types import PyTree, Shape
+from replicax._util.types import Logs, PyTree, Shape
 from replicax.cluster.workers import Workers
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 STATE_HOME = "_replicax_home"
-"""Attribute of an optimizer whose state lies elsewhere: the `Home` that has it."""
+"""Attribute of an optimizer whose state is not on the replicas: the state's `Home`."""
 
 
 class StepSource(Protocol):
@@ -42,50 +42,46 @@ class StepSource(Protocol):
         ...
 
     def next_execution(self) -> PyTree:
-        """The batches of the execution that `steps` has begun.
-
-        Raises:
-            StopIteration: If there are none.
-        """
+        """The batches of the next execution that `steps` yielded; or StopIteration."""
         ...
 
     def end_early(self) -> None:
-        """Called when the data have ended before the epoch."""
+        """Called when the data end before the epoch."""
         ...
 
 
 class StepQueue(StepSource, Protocol):
-    """The steps of a `fit` that several workers share: each takes the next one free."""
+    """The steps of a `fit` that workers share: each worker takes the next free step."""
 
     def begin(self, first: int, end: int) -> int:
-        """Called when all callbacks were told that training begins.
+        """Called after the callbacks' `on_train_begin`.
 
         Args:
-            first: The epoch that this worker would begin with.
+            first: The first epoch of this worker.
             end: The epoch after the last one.
 
         Returns:
-            The epoch that all of them begin with, or are in.
+            The epoch that all workers begin with, or are in.
         """
         ...
 
-    def end_epoch(self, logs: PyTree) -> PyTree:
+    def end_epoch(self, logs: Logs | None) -> Logs | None:
         """Called when this worker finds no step; waits until the epoch ends for all.
 
         Args:
-            logs: Those of this worker's last step; None: it made none.
+            logs: The logs of this worker's last step; None: it made no step.
 
         Returns:
-            The logs of all workers; None or empty if they are those of the metrics.
+            The logs of all workers; None or empty: the metrics' own logs are complete.
         """
         ...
 
     def after_epoch(self) -> None:
-        """Called when all callbacks were told that the epoch has ended."""
+        """Called after the callbacks' `on_epoch_end`."""
         ...
 
     def close(self) -> None:
-        """Called when `fit` is over."""
+        """Called when `fit` ends."""
         ...
 
 
@@ -93,7 +89,7 @@ class RecorderLike(Protocol):
     """A recorder of how `fit` spends its time, for reports."""
 
     def begin_input(self) -> float:
-        """The host begins to get a batch; returns what `end_input` wants."""
+        """The host begins to get a batch; returns the time, for `end_input`."""
         ...
 
     def end_input(
@@ -102,35 +98,35 @@ class RecorderLike(Protocol):
         """The host has the batch.
 
         Args:
-            began: From `begin_input`.
-            shapes: Equal for batches that one program serves.
-            steps: Training steps that the batch is for.
-            examples: In those steps.
+            began: The result of `begin_input`.
+            shapes: The shapes of the batch's arrays.
+            steps: Number of training steps that use the batch.
+            examples: Number of examples in the batch.
         """
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
-        """In it, the host waits for other tasks, be it amid input."""
+        """Count the block as a wait for other tasks, also within input."""
         ...
 
     def end_execution(self, logs: PyTree) -> None:
-        """An execution was started; its results may still be computed."""
+        """The host has dispatched an execution; `logs` may still be computed."""
         ...
 
     def end_steps(self) -> object:
-        """The epoch's last step was started; waits for the devices."""
+        """The host has dispatched the epoch's last step; waits for the devices."""
         ...
 
 
 class Home(Protocol):
     """The placement of a strategy's variables between steps, and their updates.
 
-    Programs make the updates of variables on the replicas; otherwise the strategy
-    makes them, on a parameter device, or parameter servers do. The calls around
-    `fit`, whose bodies are no `...`, do nothing unless a subclass defines them.
+    Where variables live on the replicas, programs update them. Elsewhere the strategy
+    does, on a parameter device, or parameter servers do. Methods around `fit` that have
+    a body here do nothing unless a subclass overrides them.
 
     Attributes:
-        labels: The variables made in the strategy's scope, by names that workers share.
+        labels: The strategy's variables, by labels that workers share.
         on_replicas: Whether variables live on the replicas' devices.
         keeps_slots: Whether optimizers' slots are variables of this process.
     """
@@ -162,15 +158,15 @@ class Home(Protocol):
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Convert summed gradients for the maker of a deferred update."""
+        """Change summed gradients before the deferred update is made from them."""
         ...
 
     def adds_up(self, *, trains: bool) -> bool:
-        """Whether state that a program sums is added to that of other processes."""
+        """Whether summed state, such as metrics, is summed over processes later."""
         return False
 
     def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
-        """The work queue of an epoch's steps for `fit`; None: all steps are its own."""
+        """The work queue that shares the steps of `fit`; None: no steps are shared."""
         return None
 
     def begin(self) -> None:
@@ -178,7 +174,7 @@ class Home(Protocol):
         pass
 
     def settle(self) -> object:
-        """Called when `fit`, `evaluate` or `predict` is over."""
+        """Called when `fit`, `evaluate` or `predict` ends."""
         pass
 
     def finalize(self, optimizer: keras.Optimizer) -> None:
@@ -216,7 +212,7 @@ class Runner(Protocol):
 
 
 class StrategyLike(Protocol):
-    """A strategy, as programs and the bindings to Keras see it."""
+    """The members of a strategy that programs and the Keras bindings use."""
 
     @property
     def home(self) -> Home:
@@ -245,7 +241,7 @@ class StrategyLike(Protocol):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process does what is done once for all, such as exporting."""
+        """Whether this process does what one worker does for all, such as exports."""
         ...
 
     @property

@@ -39,9 +39,9 @@ Source: TypeAlias = Variable | int
 
 
 class Perturbation:
-    """Sources of one tape of the step, made inputs of a replay.
+    """Sources of one tape, each replaced in a replay by the source plus a delta.
 
-    What is added to each source, `deltas`, are the inputs to differentiate for.
+    The gradients are those for the `deltas`, which are inputs of the replay.
     """
 
     def __init__(
@@ -53,13 +53,12 @@ class Perturbation:
         self._fixed: dict[int, jax.Array] = {}
 
     def perturb(self, position: int, value: jax.Array) -> jax.Array:
-        """The source's value as the replay shall see it."""
+        """The value of a source in the replay."""
         if position not in self._fixed:
             changed = value + self._deltas[position]
             (self._fixed[position],) = gathered_here([changed], [value])
-        # A name makes an equation of it, from which `rebind` reads off when it
-        # happened. Unlike a barrier it does not keep XLA from merging the replay with
-        # the first run.
+        # The name is an equation, by which `rebind` finds this point of the jaxpr.
+        # Unlike a barrier, it lets XLA merge the replay with the first trace.
         return checkpoint_name(self._fixed[position], SOURCE_NAME)
 
 
@@ -100,8 +99,8 @@ class StepRun:
                 return self.call()
         finally:
             _local.run = outer
-            # Keras knows a layer's losses by their ids. Those of this run are gone, and
-            # the next ones may have the same.
+            # Keras knows a layer's losses by their ids. The losses of this trace are
+            # freed, and later losses may have the same ids.
             for layer in self.layers_with_losses.values():
                 loss_ids(layer).clear()
             for layer, ids in kept:
@@ -110,9 +109,9 @@ class StepRun:
     def replay(
         self, call: int, *perturbation: Perturbation
     ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
-        """Run again, from the start up to `gradient` call number `call`.
+        """Trace again, from the start up to `gradient` call number `call`.
 
-        Returns that call's targets, and the watched arrays with what stands for them.
+        Returns the targets of that call, and pairs (watched array, perturbed array).
         """
         perturbations = (*self.perturbations, *perturbation)
         again = StepRun(self.call, self.make_scope, self, call, perturbations)
@@ -123,7 +122,7 @@ class StepRun:
         except Exception as error:
             error.add_note(
                 "replicax: this was raised when the step function was traced again for "
-                "GradientTape.gradient. If it has to do with an iterator, draw from it "
+                "GradientTape.gradient. If the step draws from an iterator, draw "
                 "outside of the step and pass the values as arguments."
             )
             raise
@@ -139,7 +138,7 @@ class StepRun:
 
 
 class Reached(BaseException):
-    """Ends a replay. Not an `Exception`, so that no user code swallows it."""
+    """Ends a replay. A `BaseException`, so that no user code swallows it."""
 
     def __init__(self, targets: list[jax.Array]) -> None:
         super().__init__()
@@ -178,14 +177,14 @@ def current_run(caller: str) -> StepRun:
 def rebind(closed: ClosedJaxpr, num_targets: int) -> ClosedJaxpr:
     """Make the equations after each `watch` use the perturbed array.
 
-    The step's Python code goes on using the array it watched. In the jaxpr that array
-    is a variable, which gets another name from the point of `watch` on. Outputs of
+    The step's Python code still uses the watched array, a variable of the jaxpr. All
+    equations after `watch` are rewritten to use the perturbed variable. The outputs of
     `closed` are the targets and then pairs (watched, perturbed).
     """
     jaxpr = closed.jaxpr
     pairs = jaxpr.outvars[num_targets:]
     watched_of = dict(zip(pairs[1::2], pairs[::2], strict=True))
-    # By id: what was watched may be a scalar constant, a `Literal`, which has no hash.
+    # By id: a watched scalar constant is a `Literal`, which has no hash.
     renamed: dict[int, Var | Literal] = {}
 
     def new_name(atom: Var | Literal) -> Var | Literal:

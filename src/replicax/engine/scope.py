@@ -29,14 +29,14 @@ __all__ = [
 
 T = TypeVar("T")
 Call: TypeAlias = tuple[str, keras.Model | None]
-"""The method that the user called, and of which model."""
+"""The method that the user called, and its model."""
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.context: ReplicaContext | None = None
         self.strategies: tuple[StrategyLike, ...] = ()  # Innermost last.
-        self.call: Call = ("run", None)  # And the model it is called of.
+        self.call: Call = ("run", None)
 
 
 _state = _ThreadState()
@@ -60,7 +60,7 @@ def current_strategy() -> StrategyLike | None:
 
 
 def current_call() -> str:
-    """The method that the user called and messages name, such as `"evaluate"`."""
+    """The method that the user called, for messages, such as `"evaluate"`."""
     return _state.call[0]
 
 
@@ -81,7 +81,7 @@ def entered_context(context: "ReplicaContext | None") -> Generator[None]:
 
 @contextlib.contextmanager
 def outside_scopes() -> Generator[None]:
-    """Hide the strategy that this thread is in: what is made here is nobody's."""
+    """Leave the strategy's scope for a while: objects made here belong to none."""
     outer, _state.strategies = _state.strategies, ()
     try:
         yield
@@ -92,11 +92,11 @@ def outside_scopes() -> Generator[None]:
 def called_in(
     strategy: StrategyLike, call: Callable[[], T], name: Call | None = None
 ) -> T:
-    """Call a function in a strategy's scope, and have messages name a method.
+    """Call a function in a strategy's scope; messages name the method `name`.
 
-    The thread is where it was afterwards, also after an interrupt that kept a `with`
-    in the call from leaving: such a one may come at the first instruction of any
-    function, `__exit__` included, and at none of this `finally`.
+    Afterwards the thread's state is restored, even if an interrupt kept a `with` in the
+    call from exiting: Python may raise it at the first instruction of `__exit__`, but
+    not in this `finally`.
 
     Raises:
         ContextError: Inside the scope of another strategy.

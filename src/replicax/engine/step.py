@@ -64,18 +64,17 @@ class ReplicaStep:
 
     Attributes:
         written: The variables that the function writes.
-        inputs: The variables whose values it takes: `written`, then those only read.
-        updates: The updates that are made after the replicas' part of each step, on
-            arrays laid out in blocks.
+        inputs: The variables whose values it takes: `written`, then read-only ones.
+        updates: The updates that follow the replicas' part of each step.
         divides_updates: Whether the devices divide the updates listed in `updates`.
         unused: With deferred updates, ids of variables that the function reads but does
             not use, such as optimizer state. They are no inputs.
-        overwritten: Ids of those of `written` whose old values are then unused, too.
+        overwritten: Ids of variables in `written` whose old values are unused.
         analysis: The facts under which the function is traced.
-        mirrored_sums: Ids of variables of aggregation `"sum"` to which, by the last
-            trace, all replicas assign the same value.
-        trains: Whether an optimizer makes updates in it; known once it is traced.
-        results: The structure of what the function returns; likewise.
+        mirrored_sums: Ids of variables of aggregation `"sum"` to which all replicas
+            assigned the same value in the last trace.
+        trains: Whether an optimizer makes updates in it; False until it is traced.
+        results: The structure of the function's results; empty until it is traced.
     """
 
     def __init__(
@@ -105,10 +104,10 @@ class ReplicaStep:
         self.divides_updates = group.divides_updates and not self._are_rows
 
     def discover(self, leaves: Sequence[PyTree]) -> list[Update]:
-        """Find the variables, and the updates that follow the program: returned.
+        """Find the variables; return the updates to be made after the program.
 
-        The recording scope is entered outside the trace, so that variables which the
-        function creates are initialised, for real, when it closes.
+        The recording scope is entered outside the trace, so variables that the function
+        creates are initialised when the scope closes.
         """
         try:
             updates = self._discover(leaves)
@@ -160,8 +159,8 @@ class ReplicaStep:
         with recorder:
             jaxpr = jax.make_jaxpr(traced)(tuple(leaves))
             variables = recorder.read | recorder.written
-            # The next trace may use a variable that this one has created after that
-            # use, such as the loss scale of an optimizer that the step builds.
+            # Variables created in this trace count as used: the next trace may use them
+            # earlier, such as the loss scale of an optimizer that the step builds.
             created = {i for i, v in variables.items() if not has_value(v)}
         self.analysis = Analysis(mirrored_sums=frozenset(self.mirrored_sums))
         self.written = list(recorder.written.values())
@@ -173,11 +172,8 @@ class ReplicaStep:
         return updates
 
     def run_eagerly(self, arrays: Sequence[PyTree]) -> PyTree:
-        """Call the function of one replica as Python does, for debugging.
-
-        Variables have their new values afterwards.
-        """
-        # Committed to no device, arrays go to where the variables are.
+        """Run the function of one replica eagerly, and assign its variables."""
+        # Uncommitted arrays go to where the variables are.
         free = [x if is_key(x) else jnp.asarray(np.asarray(x)) for x in arrays]
         args, kwargs = self._arguments.rebuild(free)
         with entered_context(self._context()):
@@ -192,7 +188,7 @@ class ReplicaStep:
     def on_devices(
         self, body: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., PyTree]:
-        """`body`, which says what one device does, for all devices."""
+        """Map `body`, the function of one device, over all devices."""
         # Results declared equal on all replicas are checked by `varying_marks`.
         return jax.shard_map(
             creating_empty_arrays(body) if self.analysis.has_empty_arrays else body,
@@ -204,16 +200,17 @@ class ReplicaStep:
         )
 
     def on_replicas(self) -> Callable[[Arrays, Arrays, Leaves], PyTree]:
-        """The program of written values, read values and leaves, for all devices.
+        """The program for all devices: from written values, read values and leaves.
 
-        Updates that replicas divide are made between the replicas' parts, where XLA's
-        partitioner divides them by the layouts of weights and slots.
+        If replicas divide the updates, each step has two parts: replicas compute the
+        gradients, then XLA's partitioner divides the updates, by the layouts of weights
+        and slots. After the last step, replicas finish the results.
         """
         group, axis = self._group, self._group.axis.name
         layouts = [group.layout(v) for v in self.inputs]
         specs = [
             PartitionSpec(*(axis if names == axis else None for names in x.spec))
-            for x in layouts  # Of other axes the partitioner takes care.
+            for x in layouts  # XLA's partitioner handles the other axes.
         ]
         written, read = specs[: len(self.written)], specs[len(self.written) :]
         if not self.updates:
@@ -335,7 +332,7 @@ class ReplicaStep:
         return out, gradients, new
 
     def _on_device(self, fn: Callable[[Leaves], PyTree], leaves: Leaves) -> PyTree:
-        """`fn` of each replica's leaves; of several replicas, results are stacked."""
+        """Map `fn` over the replicas of a device; results of several are stacked."""
         group = self._group
         leaves, split = self._arguments.on_device(leaves, group.num_per_device)
         return group.mapped(fn, (split,))(leaves)
@@ -366,7 +363,7 @@ class ReplicaStep:
             if self.mirrored_sums <= self.analysis.mirrored_sums:  # Not traced again.
                 self._warn_of_workers(context)
             combined = self._combined(context, written, changed)
-            # A number assigned has a weak type; the next step would compile for it.
+            # An assigned Python number has a weak type: the next step would recompile.
             new = [
                 jnp.asarray(combined.get(i, old), old.dtype)
                 for i, old in enumerate(written)
@@ -389,8 +386,6 @@ class ReplicaStep:
     def _scope_of(self, values: Arrays) -> ValueScope:
         return ValueScope(self.inputs, values, self._name, unused=self.unused)
 
-    # What the variables are when the step starts, and when it is over.
-
     def _start_values(
         self, context: ReplicaContext, written: Arrays, read: Arrays
     ) -> Arrays:
@@ -406,7 +401,7 @@ class ReplicaStep:
         return values
 
     def _aggregation(self, variable: Variable) -> str:
-        """How replicas' values are combined: the same value on all is no sum."""
+        """The variable's aggregation; values equal on all replicas are not summed."""
         return (
             "none"
             if id(variable) in self.analysis.mirrored_sums
@@ -414,7 +409,7 @@ class ReplicaStep:
         )
 
     def _wholes(self, context: ReplicaContext, values: Arrays) -> Arrays:
-        """The inputs' values, whole where replicas hold blocks."""
+        """The inputs' values, gathered where replicas hold blocks."""
         dims = [self._group.layouts.dim_of(v) for v in self.inputs]
         return [
             x if dim is None else context.blocked.whole(Block(x, dim))
@@ -424,9 +419,10 @@ class ReplicaStep:
     def _combined(
         self, context: ReplicaContext, old: Arrays, new: Mapping[int, jax.Array]
     ) -> dict[int, jax.Array]:
-        """Written variables' values for all replicas, by the variables' numbers."""
+        """Combine the written variables' values, by the variables' positions."""
         combined: dict[int, jax.Array] = {}
-        # All means at once, and all sums: replicas started from summands of those.
+        # One reduction for all means, and one for all sums. To add up is right, since
+        # each replica started from its summand of a variable's old value.
         joined: dict[str, dict[int, jax.Array]] = {"mean": {}, "sum": {}}
         for i, value in new.items():
             variable = self.written[i]
@@ -442,7 +438,7 @@ class ReplicaStep:
     def _mirrored(
         self, context: ReplicaContext, number: int, new: jax.Array
     ) -> jax.Array:
-        """The value of a variable that replicas do not add up."""
+        """The value of a variable that is equal on all replicas."""
         variable = self.written[number]
         if id(variable) in self.analysis.from_first:
             new = context.first(new)
@@ -455,14 +451,15 @@ class ReplicaStep:
         return block.data
 
     def _warn_of_workers(self, context: ReplicaContext) -> None:
-        """Warn of metrics of the whole batch, where workers' states are added up."""
+        """Warn of metrics of the whole batch where workers' states are summed."""
         home = self._group.strategy.home
         names = dict.fromkeys(context.model.metrics_of_whole)
         if names and home.adds_up(trains=context.has_trained):
             warnings.warn(
                 f"{self._name}: {', '.join(names)} is not known to be a sum over "
-                "examples, but the workers' states are added up when they meet. "
-                "Compute it in evaluate, where each worker goes through all of the "
+                "examples, but the workers' states are added up at an epoch's end or "
+                "after a closure. Compute it in evaluate, where each worker goes "
+                "through all of the "
                 "data; or declare that it is a sum, with rx.losses.per_example.",
                 stacklevel=2,
             )

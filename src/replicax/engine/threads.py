@@ -1,9 +1,9 @@
-"""Values of variables for several threads, of which some run programs.
+"""Lets several threads read variables while programs donate their arrays.
 
-A program donates the arrays of the variables that it writes. Another thread may have
-read one of them and not used it yet, and JAX crashes on deleted arrays of several
-devices. So a thread gets a variable's own array only while no other thread uses
-variables; from then on each gets copies, made between two programs.
+A program donates the arrays of the variables that it writes. Another thread may still
+hold such an array, and JAX crashes on deleted arrays of several devices. So a thread
+gets a variable's own array only while it is the only thread that uses variables; with
+several, each read is a copy, made between two programs.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ collectives in different orders deadlock.
 
 
 class _Users:
-    """The threads that use variables.
+    """The threads that use variables, by identifier.
 
     Attributes:
-        alone: The only one's identifier; None: there are several, or none yet.
-        holder: The thread that may hold variables' own arrays, which it read when it
-            was alone; None: there is none besides `alone`.
-        threads: The identifiers of all.
+        alone: The only such thread; None: there are several, or none yet.
+        holder: The thread, other than `alone`, that may hold variables' own arrays,
+            read while it was alone; None: no thread does.
+        threads: All such threads.
         variables: All variables of strategies, by their ids.
-        last: The thread that dispatched last while there were several, and the results.
+        last: The thread that dispatched last while there were several, and its results.
     """
 
     def __init__(self) -> None:
@@ -68,16 +68,16 @@ _users = _Users()
 
 
 def own(variable: keras.Variable) -> None:
-    """Note a variable of a strategy."""
+    """Register a variable of a strategy."""
     _users.variables[id(variable)] = variable
 
 
 def is_alone() -> bool:
-    """Whether no other living thread uses variables; notes that this one does."""
-    return _users.alone == threading.get_ident() or _joins()
+    """Whether no other living thread uses variables; registers this thread."""
+    return _users.alone == threading.get_ident() or _register_thread()
 
 
-def _joins() -> bool:
+def _register_thread() -> bool:
     with order:
         this = threading.current_thread().ident
         assert this is not None
@@ -94,9 +94,8 @@ def _joins() -> bool:
 def dispatch(call: Callable[[], T], *, on_cpu: bool) -> T:
     """Dispatch a program: one at a time over all threads.
 
-    CPUs have threads for the collectives of one program, so there a program of another
-    thread has to end first. A thread's own programs follow each other, as each needs
-    what the one before has written.
+    The CPU's thread pool has room for the collectives of one program, so on CPUs the
+    last program of another thread must end first.
     """
     with order:
         if is_alone():
@@ -110,7 +109,7 @@ def dispatch(call: Callable[[], T], *, on_cpu: bool) -> T:
 
 
 def _wait_for_others() -> None:
-    """Wait until the last program of another thread has ended."""
+    """Wait for the last program if another thread dispatched it."""
     thread, results = _users.last
     if thread != threading.get_ident():
         arrays = [x for x in results if isinstance(x, jax.Array)]
@@ -118,7 +117,7 @@ def _wait_for_others() -> None:
 
 
 def _replace_held_arrays() -> None:
-    """Replace arrays that another thread may hold, before a program donates them."""
+    """Give variables copies, so that no thread holds an array that is donated next."""
     if _users.holder in (None, threading.get_ident()):
         return
     _users.holder = None
@@ -131,7 +130,7 @@ def _replace_held_arrays() -> None:
 
 @contextlib.contextmanager
 def _own_values() -> Generator[None]:
-    """Read and write the variables themselves, also in a snapshot."""
+    """Read and write the variables themselves, also within a snapshot."""
     outer = internals.replace_values(None)
     try:
         yield
@@ -140,7 +139,7 @@ def _own_values() -> Generator[None]:
 
 
 def _live_values(variables: Sequence[keras.Variable]) -> list[jax.Array]:
-    """The arrays of variables, of which JAX may crash on deleted ones."""
+    """The arrays of variables; raises if one is deleted, where JAX may crash."""
     with _own_values():
         values = internals.read_values(variables)
     for variable, value in zip(variables, values, strict=True):
@@ -166,13 +165,13 @@ def require_value(variable: keras.Variable, value: object) -> None:
 def _copied(
     values: Sequence[jax.Array], *, replicated: bool = False
 ) -> list[jax.Array]:
-    """Copies of arrays, each where it is; to be called with `order` held.
+    """Copy arrays on their devices; call it with `order` held.
 
-    With `replicated`, sharded arrays are copied whole to each of their devices.
+    With `replicated`, each device of a sharded array gets the whole array.
     """
     local = [x for x in values if x.is_fully_addressable]
     places = [_replicated(x.sharding) if replicated else x.sharding for x in local]
-    with jax.ensure_compile_time_eval():  # Also where a layer reads it in a trace.
+    with jax.ensure_compile_time_eval():  # A layer may read it in a trace.
         copies = iter(jax.device_put(local, places, may_alias=False))
     return [next(copies) if x.is_fully_addressable else _copy(x) for x in values]
 
@@ -184,7 +183,7 @@ def _replicated(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 
 def _copy(value: jax.Array) -> jax.Array:
-    """A copy of an array of several processes, of which each copies its part."""
+    """Copy this process' part of an array of several processes."""
     parts = _copied([x.data for x in value.addressable_shards])
     return jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)
 
@@ -195,8 +194,8 @@ _SNAPSHOT = "_replicax_snapshot"
 def value_for_reader(variable: keras.Variable) -> jax.Array:
     """A copy of a variable's value, for a thread that is not alone.
 
-    All that a layer reads in one call, by Python, are values after the same step, and
-    whole ones: of sharded ones each operation would be a program with collectives,
+    All reads in one eager call of a layer see the values after the same step. Sharded
+    values are gathered: operations on them would be programs with collectives, and
     dispatched out of `order`.
     """
     call = internals.current_layer()
@@ -211,7 +210,7 @@ def value_for_reader(variable: keras.Variable) -> jax.Array:
 
 
 def note_assigned(variable: keras.Variable) -> None:
-    """Let the rest of a layer's call read the value that was just assigned in it."""
+    """Update the snapshot of the current layer's call after an assignment in it."""
     call = internals.current_layer()
     snapshot: VariableSnapshot | None = (
         None if call is None else vars(call).get(_SNAPSHOT)
@@ -221,9 +220,9 @@ def note_assigned(variable: keras.Variable) -> None:
 
 
 class VariableSnapshot:
-    """The values that variables had after a step, which a thread reads in this context.
+    """The variables' values after one step; a context in which a thread reads them.
 
-    What it assigns to these variables, and what its programs write, stays in here.
+    Its assignments to these variables, and its programs' writes, stay in the snapshot.
     """
 
     def __init__(
@@ -237,11 +236,11 @@ class VariableSnapshot:
         self._outer: internals.OtherValues | None = None
 
     def has(self, variable: keras.Variable) -> bool:
-        """Whether it has a value of a variable."""
+        """Whether the snapshot has a value of a variable."""
         return id(variable) in self.values
 
     def read(self, variable: keras.Variable) -> jax.Array:
-        """The value of a variable; a copy of the newest one of those not in here."""
+        """A variable's value here, or a copy of its own value if it has none here."""
         value = self.values.get(id(variable))
         if value is None:
             with order:
@@ -251,7 +250,7 @@ class VariableSnapshot:
     def write(
         self, variables: Iterable[keras.Variable], values: Iterable[jax.Array]
     ) -> None:
-        """Store the values of variables in here; one is taken for each variable."""
+        """Store one value for each variable in the snapshot."""
         self.values.update(zip(map(id, variables), values))  # noqa: B905
 
     def __enter__(self) -> None:

@@ -4,8 +4,7 @@ Legend: `R` replicas, `b` examples in a replica's batch, `B = R * b` in the glob
 """
 
 import dataclasses
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.core
@@ -20,7 +19,7 @@ from replicax.engine.composites import described, is_array, is_composite, is_key
 __all__ = ["ARRAY_TYPES", "PerReplica", "is_per_replica", "num_active_in", "spread"]
 
 ARRAY_TYPES = frozenset({ArrayImpl, np.ndarray})
-"""The types of nearly all arrays, which are found faster than by `isinstance`."""
+"""The types of nearly all arrays: a look-up here is faster than `isinstance`."""
 
 _INSTEAD = (
     "is no array: it holds one value per replica. Compute with them inside "
@@ -35,22 +34,21 @@ class PerReplica:
     """One value per replica, as `strategy.run` returns it and takes it.
 
     The values are stored as a single array whose first dimension is the replica, so
-    they stay on their devices until somebody asks for them. `PerReplica` is a pytree
-    node: `jax.tree.map` sees that one stacked array. The value of a single replica may
-    be used as an array, as in TF, where `run` returns it as it is. Several are none:
-    arithmetic, indexing and JAX's functions raise an error that says how to get at the
-    values, and `np.asarray` gives all, `[R, ...]`. (TF: `tf.distribute.PerReplica`.)
+    they stay on their devices until they are read. `PerReplica` is a pytree node:
+    `jax.tree.map` sees the stacked array. With one replica it may be used as an array,
+    since TF's `run` returns the value itself there. With several, arithmetic, indexing
+    and JAX's functions raise an error that names the ways to the values; `np.asarray`
+    returns all of them, `[R, ...]`. (TF: `tf.distribute.PerReplica`.)
 
     Args:
         array: `[R, ...]`, entry `i` belongs to replica `i`. Sharded over the devices of
             the replicas along its first dimension. A sparse array has a batch dimension
             of replicas.
-        num_active: Only the first `num_active` replicas hold examples, where a batch
-            does not divide by the replicas; the others compute on copies, which count
-            for nothing: `values`, `strategy.reduce` and `strategy.gather` leave them
-            out. None: all hold examples.
-        is_batch: Whether it is a part of a distributed dataset's batch, by which
-            `strategy.run` knows who holds examples.
+        num_active: Only the first `num_active` replicas hold examples; None: all. The
+            others compute on copies, which `values`, `strategy.reduce` and
+            `strategy.gather` leave out.
+        is_batch: Whether a distributed dataset made it: `strategy.run` then prefers its
+            `num_active` over those of other arguments.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -71,8 +69,8 @@ class PerReplica:
     def values(self) -> tuple[PyTree, ...]:
         """This process' values, in the order of its replicas, each on its device.
 
-        Those of replicas without examples are left out. Like a number, each may be used
-        with arrays on any device: JAX copies it there.
+        Replicas without examples are left out. A value may be used with arrays on any
+        device: JAX copies it there.
         """
         array = self.array
         if is_composite(array):
@@ -81,7 +79,7 @@ class PerReplica:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             sharding = array.sharding
             if not sharding.is_fully_replicated or len(sharding.device_set) == 1:
-                # Devices that work on the same replica have the same rows.
+                # All devices of a replica have the same rows.
                 rows = {s.index[0].start or 0: s.data for s in array.addressable_shards}
                 return tuple(
                     _uncommitted(row)
@@ -114,8 +112,8 @@ class PerReplica:
         values = np.array(self.array, dtype=dtype, copy=copy)
         return values[0, ...] if len(values) == 1 else values[: self.num_active]
 
-    # What asks for an array gets the only value there is. Of several, which is meant is
-    # not known: in silence it would be the stacked array, or the object.
+    # Uses as an array get the only value. With several, the stacked array would be
+    # wrong in silence.
 
     def __jax_array__(self) -> PyTree:
         return _only_value(self, "an array was expected")
@@ -131,21 +129,12 @@ class PerReplica:
         return getattr(ufunc, method)(*arrays, **options)
 
     def __getattr__(self, name: str) -> PyTree:
-        # Only called for what is not there. `hasattr` stays what it was.
+        # Python calls it for missing attributes only.
         if name not in _OF_ARRAYS:
             raise AttributeError(f"a PerReplica has no attribute {name!r}")
         if _holds_one(self):
             return getattr(_only_value(self, name), name)
         raise AttributeError(f"value.{name}: a PerReplica {_INSTEAD}")
-
-    def __getitem__(self, key: PyTree) -> PyTree:
-        return _only_value(self, "value[...]")[key]
-
-    def __len__(self) -> int:
-        return len(_only_value(self, "len(value)"))
-
-    def __iter__(self) -> Iterator[PyTree]:
-        return iter(_only_value(self, "iter(value)"))
 
     def __contains__(self, item: PyTree) -> bool:
         return item in _only_value(self, "`in value`")
@@ -162,23 +151,8 @@ class PerReplica:
 
     __hash__ = object.__hash__
 
-    def __bool__(self) -> bool:
-        return bool(_only_value(self, "bool(value)"))
-
-    def __index__(self) -> int:
-        return _only_value(self, "an index").__index__()
-
-    def __complex__(self) -> complex:
-        return complex(_only_value(self, "complex(value)"))
-
     def __format__(self, spec: str) -> str:
         return format(_only_value(self, "format(value)"), spec) if spec else repr(self)
-
-    def __float__(self) -> float:
-        return float(_only_value(self, "float(value)"))
-
-    def __int__(self) -> int:
-        return int(_only_value(self, "int(value)"))
 
     def __repr__(self) -> str:
         array = self.array
@@ -225,52 +199,25 @@ def _refusal(value: PerReplica, what: str) -> TypeError:
     return TypeError(f"{what}: a PerReplica{each} {_INSTEAD}")
 
 
-def _operator(symbol: str, apply: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A method that applies an operator to the value of the only replica."""
+def _operator(name: str) -> Callable[..., PyTree]:
+    """A special method that applies the array's own to the only replica's value."""
 
     def method(value: PerReplica, *others: PyTree) -> PyTree:
-        return apply(_only_value(value, f"`{symbol}`"), *others)
+        return getattr(_only_value(value, f"value.{name}"), name)(*others)
 
     return method
 
 
-def _reflected(apply: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """An operator with its sides exchanged, for a value at its right."""
-    return lambda value, other: apply(other, value)
-
-
-_OPERATORS: dict[str, tuple[str, Callable[..., PyTree]]] = {
-    "add": ("+", operator.add),
-    "sub": ("-", operator.sub),
-    "mul": ("*", operator.mul),
-    "truediv": ("/", operator.truediv),
-    "floordiv": ("//", operator.floordiv),
-    "mod": ("%", operator.mod),
-    "divmod": ("divmod", divmod),
-    "pow": ("**", operator.pow),
-    "matmul": ("@", operator.matmul),
-    "and": ("&", operator.and_),
-    "or": ("|", operator.or_),
-    "xor": ("^", operator.xor),
-    "lshift": ("<<", operator.lshift),
-    "rshift": (">>", operator.rshift),
-}
-_OTHERS: dict[str, tuple[str, Callable[..., PyTree]]] = {
-    "neg": ("-", operator.neg),
-    "pos": ("+", operator.pos),
-    "invert": ("~", operator.invert),
-    "abs": ("abs", abs),
-    "round": ("round", round),
-    "lt": ("<", operator.lt),
-    "le": ("<=", operator.le),
-    "gt": (">", operator.gt),
-    "ge": (">=", operator.ge),
-}
-"""Operators with one side, and those whose mirror image is another one of them."""
-for _name, (_symbol, _apply) in {**_OPERATORS, **_OTHERS}.items():
-    setattr(PerReplica, f"__{_name}__", _operator(_symbol, _apply))
-    if _name in _OPERATORS:
-        setattr(PerReplica, f"__r{_name}__", _operator(_symbol, _reflected(_apply)))
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
+_OTHERS = (
+    "neg pos invert abs round lt le gt ge getitem len iter bool index complex float int"
+)
+for _name in [
+    *_BINARY.split(),
+    *(f"r{name}" for name in _BINARY.split()),
+    *_OTHERS.split(),
+]:
+    setattr(PerReplica, f"__{_name}__", _operator(f"__{_name}__"))
 
 _OF_ARRAYS = frozenset(
     name
@@ -285,10 +232,9 @@ def _is_compared(other: object) -> bool:
 
 
 def _uncommitted(array: PyTree) -> PyTree:
-    """The same array, which JAX may copy to where other arrays are.
+    """The same array, not committed to its device: JAX may copy it to another.
 
-    A part of an array over several devices is bound to its own: with anything that lies
-    elsewhere, such as a mirrored variable, JAX would refuse it.
+    JAX refuses to combine a committed array with arrays on other devices.
     """
     if type(array) is not ArrayImpl:  # Keys of random numbers.
         return array
@@ -299,9 +245,9 @@ def _uncommitted(array: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PerReplicaData:
-    """What a tree's structure says of a `PerReplica`.
+    """The static part of a `PerReplica` in a tree's structure.
 
-    A batch and a result may be mapped together.
+    `is_batch` is not compared, so that a batch and a result can be mapped together.
     """
 
     num_active: int | None
@@ -318,40 +264,36 @@ tree_util.register_pytree_node(
 
 
 def is_per_replica(value: object) -> bool:
-    """Whether it is a `PerReplica`: a leaf, where trees are mapped value by value."""
+    """Whether `value` is a `PerReplica`; an `is_leaf` function."""
     return isinstance(value, PerReplica)
 
 
 def num_active_in(leaves: Iterable[object], name: str) -> int | None:
     """The number of replicas that hold examples of a call's arguments; None: all.
 
-    Batches say so. Without any, results of an earlier call do; beside a batch, results
-    may be state, such as weights, that outlives the batch they were made of.
-
-    Args:
-        leaves: The arguments' leaves.
-        name: What is called, for messages.
+    Batches decide. Without batches, results of earlier calls decide; beside a batch,
+    such results may be state, such as weights, of another number.
 
     Raises:
-        ValueError: If they differ.
+        ValueError: If the numbers differ; `name` is the call in the message.
     """
     values = [x for x in leaves if isinstance(x, PerReplica)]
     batches = [x for x in values if x.is_batch]
-    found = {x.num_active for x in batches or values}
+    numbers = {x.num_active for x in batches or values}
     if not batches:
-        found.discard(None)
-    if len(found) > 1:
+        numbers.discard(None)
+    if len(numbers) > 1:
         listed = ", ".join(map(repr, batches or values))
         raise ValueError(
-            f"{name}: got values of batches that different numbers of replicas hold "
-            f"examples of: {listed}. Combine the earlier ones with strategy.reduce or "
-            "strategy.gather, or make batches of a size that the replicas divide."
+            f"{name}: got values of batches with different numbers of replicas that "
+            f"hold examples: {listed}. Combine the earlier ones with strategy.reduce "
+            "or strategy.gather, or make batches of a size that the replicas divide."
         )
-    return found.pop() if found else None
+    return numbers.pop() if numbers else None
 
 
 def spread(tree: PyTree) -> PyTree:
-    """`tree`, with each stacked composite array as one replica's, of `PerReplica`s."""
+    """Replace each stacked composite array by a composite array of `PerReplica`s."""
 
     def one(value: PyTree) -> PyTree:
         if not isinstance(value, PerReplica) or not is_composite(value.array):

@@ -1,4 +1,4 @@
-"""The analysis of a traced program: the guards, called once with its jaxpr."""
+"""Runs the checks on a traced program, and collects what changes its next trace."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -16,13 +16,13 @@ __all__ = ["Analysis", "analyse", "replicas_part"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """The facts about a program that its trace shows, and that change the program.
+    """Facts that a program's trace shows, and that change the program.
 
     Attributes:
-        mirrored_sums: Ids of written variables that are not added up, since all
-            replicas assign the same value, though their aggregation is `"sum"`.
-        from_first: Ids of written variables that differ, and so get the first replica's
-            value; their aggregation is `"only_first_replica"`.
+        mirrored_sums: Ids of variables of aggregation `"sum"` that are not summed,
+            since all replicas assign the same value.
+        from_first: Ids of variables of aggregation `"only_first_replica"` whose values
+            differ: all replicas get the first replica's.
         has_empty_arrays: Whether the replicas use arrays without elements.
     """
 
@@ -47,9 +47,9 @@ def analyse(
         name: The program's name for messages.
         jaxpr: The traced program.
         group: The replicas.
-        written: The variables whose new values the replicas return last.
+        written: The variables whose new values are the last results of the replicas.
         before: The facts under which the program was traced.
-        mirrored_sums: Ids of variables that the trace found to be no sums.
+        mirrored_sums: Ids of `"sum"` variables that replicas assigned equal values to.
 
     Raises:
         DivergenceError: If a mirrored variable would get values that differ between

@@ -32,10 +32,10 @@ __all__ = [
 def checksums_of_replicas(
     arrays: Sequence[jax.Array], mesh: Mesh, axis_name: str
 ) -> np.ndarray:
-    """A checksum of every copy of arrays that are replicated over a mesh.
+    """A checksum of every copy of replicated arrays: `uint32[R, len(arrays)]`.
 
-    `uint32[R, len(arrays)]`. Copies that differ in one bit have other checksums; more
-    changes may cancel with a chance of 2**-32. Zeros where there is one copy only.
+    Checksums of copies that differ in one bit always differ; of other copies they are
+    equal with a chance of 2**-32. With one copy all are zero.
     """
     num_copies = mesh.shape[axis_name]
     if not arrays or num_copies == 1:
@@ -46,7 +46,7 @@ def checksums_of_replicas(
 @functools.lru_cache(maxsize=16)
 def _checksums_of_mesh(mesh: Mesh, axis_name: str) -> Wrapped:
     def row(arrays: list[jax.Array]) -> jax.Array:
-        # To all replicas: another process' row could not be read here.
+        # Gathered, since this process cannot read another process' row.
         return jax.lax.all_gather(_checksums(arrays), axis_name)
 
     return jax.jit(
@@ -62,7 +62,7 @@ def _checksums_of_mesh(mesh: Mesh, axis_name: str) -> Wrapped:
 
 
 def local_checksums(arrays: Sequence[jax.Array]) -> list[int]:
-    """A checksum of this process' first copy of every array, without communication."""
+    """A checksum of this process' first shard of every array, without communication."""
     copies = [x.addressable_data(0) for x in arrays]
     return np.asarray(_checksums(copies)).tolist() if copies else []
 
@@ -79,8 +79,8 @@ def _checksum(array: jax.Array) -> jax.Array:
         array = jnp.stack([array.real, array.imag])
     word = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
     data = jax.lax.bitcast_convert_type(array, word).ravel().astype(jnp.uint32)
-    # The place goes in, or swapped values would go unseen. All is mixed as MurmurHash
-    # does in the end, or changes at evenly spaced places would cancel.
+    # With the position, so that swapped values change the sum. MurmurHash's final
+    # mixing keeps changes at evenly spaced positions from cancelling.
     x = data ^ (jnp.arange(data.size, dtype=jnp.uint32) * jnp.uint32(2654435761))
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -88,9 +88,9 @@ def _checksum(array: jax.Array) -> jax.Array:
 
 
 def variables_of_all_workers(labels: Labels, workers: Workers) -> list[Variable]:
-    """The labelled variables that every worker has a value of, in a common order.
+    """The labelled variables that have a value on every worker, in a common order.
 
-    Python frees a model when it likes: another worker may have freed one already.
+    Python's garbage collector may have freed a model on some workers only.
     """
     alive = {json.dumps(k): v for k, v in labels if internals.has_value(v)}
     mine = {label: internals.described(v) for label, v in alive.items()}
@@ -105,10 +105,9 @@ def variables_of_all_workers(labels: Labels, workers: Workers) -> list[Variable]
 def require_equal(
     group: ReplicaGroup, variables: Sequence[Variable], values: Sequence[jax.Array]
 ) -> None:
-    """Compare the devices' copies of variables, bit by bit.
+    """Compare the devices' copies of variables, bit by bit; skip sharded variables.
 
-    Variables of which each device holds a block have no copies and are left out. A
-    DivergenceError names the variables that differ and where.
+    A DivergenceError names the variables and replicas that differ.
     """
     copied = [
         (v, x)
@@ -119,12 +118,12 @@ def require_equal(
     differing = np.flatnonzero((prints != prints[:1]).any(axis=0))
     if not differing.size:
         return
-    found = "; ".join(
+    places = "; ".join(
         f"{copied[i][0].path!r} on {_numbers(group, prints[:, i])}"
         for i in differing.tolist()
     )
     raise DivergenceError(
-        f"Strategy.check_replicas: copies differ from replica 0's: {found}. The "
+        f"Strategy.check_replicas: copies differ from replica 0's: {places}. The "
         "replicas have drifted apart; restart from a checkpoint, and look for "
         "host callbacks or random numbers outside Keras' SeedGenerator in the step."
     )
@@ -138,26 +137,26 @@ def _numbers(group: ReplicaGroup, prints: np.ndarray) -> str:
 
 
 def synchronize_random_state(workers: Workers, call: str = "") -> None:
-    """Make Python's, NumPy's and Keras' random numbers the same on all workers.
+    """Make Python's, NumPy's and Keras' random states the same on all workers.
 
-    Initial weights and shuffled orders depend on them. If the states are the same
-    already, as after `keras.utils.set_random_seed` with one seed, they stay. `call`
-    says what this worker is about to do: other words than others' get a
-    ClusterMismatchError.
+    Initial weights and shuffled orders depend on them. Equal states stay, as after
+    `keras.utils.set_random_seed` with one seed. If workers differ in `call`, the call
+    that a worker is about to make, a ClusterMismatchError says so.
     """
     if workers.count == 1:
         return
-    told = workers.exchange(
+    answers = workers.exchange(
         "random state", [call, random_state.fingerprint()], what=call or None
     )
-    for name, (other, _) in zip(workers.names, told, strict=True):
-        if other != told[0][0]:
+    first = answers[0][0]
+    for name, (other, _) in zip(workers.names, answers, strict=True):
+        if other != first:
             raise ClusterMismatchError(
-                f"{workers.names[0]} calls {told[0][0] or 'nothing'}, while {name} "
+                f"{workers.names[0]} calls {first or 'nothing'}, while {name} "
                 f"calls {other or 'nothing'}. All workers must make the same calls of "
                 "a model in the same order."
             )
-    states = [state for _, state in told]
+    states = [state for _, state in answers]
     if any(state != states[0] for state in states):
         # Worker 0's state decides: a run that seeds it can be repeated.
         keras.utils.set_random_seed(int(states[0][:7], 16))
