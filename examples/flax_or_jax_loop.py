@@ -89,7 +89,7 @@ def main() -> None:
                 parameters, velocity, loss = strategy.run(
                     train_step, args=(parameters, velocity, batch)
                 )
-                losses.append(loss.values[0])  # Equal on all replicas.
+                losses.append(loss)
             loss = np.mean(losses)  # Waits for the devices.
 
         correct = 0
@@ -100,8 +100,8 @@ def main() -> None:
         print(f"epoch {epoch + 1:2d}  loss {loss:.4f}  held out {accuracy:.2%}")
 
     common.print_report(strategy, data, global_batch, timer, accuracy)
-    for copy in parameters[0]["weight"].values[1:]:
-        np.testing.assert_array_equal(copy, parameters[0]["weight"].values[0])
+    for copy in strategy.experimental_local_results(parameters[0]["weight"])[1:]:
+        np.testing.assert_array_equal(copy, parameters[0]["weight"])
     print("All replicas hold the same parameters.")
 
 

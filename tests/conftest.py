@@ -192,6 +192,14 @@ def mirrored(num_replicas: int) -> rx.MirroredStrategy:
     return rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
 
 
+def values_of(result: object) -> tuple[jax.Array, ...]:
+    """This process' values of a result of `run`; one a device if it is equal."""
+    if isinstance(result, rx.PerReplica):
+        return result.values
+    assert isinstance(result, jax.Array)
+    return tuple(shard.data for shard in result.addressable_shards)
+
+
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Mounts a file system in memory with options such as `size=64k`, or skips."""

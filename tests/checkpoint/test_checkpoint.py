@@ -357,7 +357,7 @@ def test_objects_that_a_step_builds_are_restored_in_it(tmp_path):
             )
             return loss
 
-        return [float(strategy.run(step, args=(x,)).values[0]) for _ in range(2)]
+        return [float(strategy.run(step, args=(x,))) for _ in range(2)]
 
     first, late, wide = objects(), objects(), objects(width=5)
     losses(first)

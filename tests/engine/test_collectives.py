@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from tests.conftest import mirrored
+from tests.conftest import mirrored, values_of
 
 import replicax as rx
 from replicax.engine import collectives as collectives_module
@@ -28,7 +28,7 @@ def all_reduce(strategy: rx.Strategy, x: Any, op: str = "sum") -> np.ndarray:
     def fn(x: Any) -> Any:
         return rx.get_replica_context().all_reduce(op, x)
 
-    return np.stack(strategy.run(fn, (rx.PerReplica(x),)).values)
+    return np.stack(values_of(strategy.run(fn, (rx.PerReplica(x),))))
 
 
 def program_text(strategy: rx.Strategy, x: np.ndarray) -> str:

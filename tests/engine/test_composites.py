@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 from jax.experimental import sparse
-from tests.conftest import mirrored
+from tests.conftest import mirrored, values_of
 
 import replicax as rx
 
@@ -151,7 +151,7 @@ def test_run_takes_sparse_arrays():
 
 def test_whole_sparse_arrays_go_to_every_replica():
     out = mirrored(2).run(lambda x: x @ jnp.ones(6), (sparse.BCOO.fromdense(X),))
-    for value in out.values:
+    for value in values_of(out):
         np.testing.assert_allclose(value, X.sum(1), rtol=1e-5)
 
 
@@ -230,7 +230,7 @@ def test_keys_of_random_numbers_have_rows():
     with pytest.raises(TypeError, match="keys of random numbers"):
         strategy.reduce("sum", same, axis=None)
     one = strategy.run(jax.random.uniform, (jax.random.key(3),))
-    assert float(one.values[3]) == float(jax.random.uniform(jax.random.key(3)))
+    assert float(values_of(one)[3]) == float(jax.random.uniform(jax.random.key(3)))
 
 
 @pytest.mark.parametrize("rows", [np.array([[1, 2], [3]], object), [[1, 2], [3]]])

@@ -24,9 +24,10 @@ def strategy() -> rx.Strategy:
 
 
 def first(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: np.asarray(x)[0], tree, is_leaf=lambda x: isinstance(x, rx.PerReplica)
-    )
+    def value(x: Any) -> np.ndarray:
+        return np.asarray(x.values[0] if isinstance(x, rx.PerReplica) else x)
+
+    return jax.tree.map(value, tree, is_leaf=lambda x: isinstance(x, rx.PerReplica))
 
 
 def mlp(strategy: rx.Strategy, sizes: tuple[int, ...] = (64, 32, 10)) -> keras.Model:

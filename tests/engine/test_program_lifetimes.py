@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 import pytest
-from tests.conftest import mirrored
+from tests.conftest import mirrored, values_of
 
 import replicax as rx
 
@@ -59,7 +59,7 @@ def test_models_one_after_another_are_freed(kind: str) -> None:
     for _ in range(4):
         step, made = step_of(kind, strategy)
         for _ in range(2):
-            count.update_state(strategy.run(step, (jnp.ones((2, 2)),)).values[0])
+            count.update_state(values_of(strategy.run(step, (jnp.ones((2, 2)),)))[0])
         refs.append(weakref.ref(made.model.trainable_variables[0]))
     del step, made
     gc.collect()

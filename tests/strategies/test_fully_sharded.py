@@ -64,8 +64,8 @@ def test_weights_are_whole_where_a_step_uses_them() -> None:
 
     expected = np.asarray(kernel).sum()
     before, after = strategy.run(step)
-    np.testing.assert_allclose(before.array, [expected] * 4, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(after.array, before.array + kernel.value.size, rtol=1e-5)
+    np.testing.assert_allclose(before, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(after, before + kernel.value.size, rtol=1e-5)
     assert blocks_of(kernel) == [(NUM_FEATURES // 4, NUM_UNITS)] * 4
 
 

@@ -137,7 +137,7 @@ def test_heads() -> None:
         with strategy.scope():
             layer = layers.MultiHeadAttention(4, 8)
             layer.build(x.shape, x.shape)
-        return layer, np.asarray(strategy.run(lambda x: layer(x, x), (x,)).array)
+        return layer, np.asarray(strategy.run(lambda x: layer(x, x), (x,)))
 
     layer, actual = outputs(parallel(rx.layout_maps.TRANSFORMER))
     _, expected = outputs(mirrored(2))
@@ -160,8 +160,8 @@ def test_replica_context_sees_replicas_only() -> None:
     x = rx.PerReplica(np.array([3.0, 4.0], "float32"))
     numbers, sums, rows = strategy.run(step, (x,))
     assert [int(i) for i in strategy.experimental_local_results(numbers)] == [0, 1]
-    np.testing.assert_array_equal(sums.array, [7, 7])
-    np.testing.assert_array_equal(rows.array, [[3, 4], [3, 4]])
+    np.testing.assert_array_equal(sums, 7)
+    np.testing.assert_array_equal(rows, [3, 4])
     assert float(strategy.reduce("mean", sums, axis=None)) == 7
 
 

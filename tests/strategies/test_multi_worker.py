@@ -117,6 +117,23 @@ def local_values(strategy):
     }
 
 
+def equal_results(strategy):
+    """A loop over batches that do not divide; its state is equal on all replicas."""
+
+    def step(state, batch):
+        total = rx.get_replica_context().all_reduce("sum", batch.sum())
+        return state + total, total, batch.shape[0]
+
+    state, totals, seen, local = np.float32(0), [], 0, []
+    data = np.arange(11, dtype="float32")
+    for batch in strategy.experimental_distribute_dataset(data, batch_size=4):
+        state, total, size = strategy.run(step, (state, batch))
+        totals.append(float(total))
+        seen += int(strategy.reduce("sum", size))
+        local.append(len(strategy.experimental_local_results(total)))
+    return {"state": float(state), "totals": totals, "seen": seen, "local": local}
+
+
 def dropout_masks(strategy):
     """Two calls' masks of all replicas: `[2, R, 64]`."""
     keras.utils.set_random_seed(3)
@@ -251,6 +268,7 @@ def everything():
         results[name] = trained(strategy, make_step)
     results["replica values"] = replica_values(strategy)
     results["local"] = local_values(strategy)
+    results["equal"] = equal_results(strategy)
     results["masks"] = dropout_masks(strategy)
     checking = rx.MultiWorkerMirroredStrategy(check_replicas_every=1)
     results["differing"] = differing_copies(checking)
@@ -392,6 +410,14 @@ def test_a_worker_sees_its_own_values(tasks):
         assert "some of the values are on other workers" in message
         assert "experimental_local_results" in message
         assert "num_replicas=4" in tasks[name]["local"]["repr"]
+
+
+@pytest.mark.multiprocess
+def test_equal_results_are_arrays_on_all_workers(tasks):
+    # 3 examples are shared by 3 of the 4 replicas: the last one has none.
+    equal = {"state": 55.0, "totals": [6.0, 22.0, 27.0], "seen": 11}
+    for name, last in (("chief:0", 2), ("worker:0", 1)):
+        assert tasks[name]["equal"] == {**equal, "local": [2, 2, last]}
 
 
 @pytest.mark.multiprocess

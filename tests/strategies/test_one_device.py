@@ -21,8 +21,8 @@ def test_everything_is_on_the_device() -> None:
         return rx.get_replica_context().all_reduce("sum", w.value)
 
     out = strategy.run(step, (np.float32([1, 1]),))
-    assert out.array.devices() == w.value.devices() == {jax.devices()[6]}
-    np.testing.assert_array_equal(out.values[0], [2.0, 3.0])
+    assert out.devices() == w.value.devices() == {jax.devices()[6]}
+    np.testing.assert_array_equal(out, [2.0, 3.0])
     np.testing.assert_array_equal(strategy.reduce("sum", out), [2.0, 3.0])
     np.testing.assert_array_equal(strategy.gather(out, 0), [2.0, 3.0])
 

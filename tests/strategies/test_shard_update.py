@@ -342,4 +342,4 @@ def test_an_assigned_slot_stays_in_parts() -> None:
     total = strategy.run(step, (1.0,))
     assert blocks_of(slot) == [(NUM_FEATURES // 2, NUM_UNITS)] * 2
     np.testing.assert_array_equal(slot, np.full(slot.shape, 3.0))
-    np.testing.assert_array_equal(total.array, [3 * NUM_FEATURES * NUM_UNITS] * 2)
+    np.testing.assert_array_equal(total, 3 * NUM_FEATURES * NUM_UNITS)

@@ -60,16 +60,15 @@ def test_numbers_and_variables_may_be_returned(strategy) -> None:
     with strategy.scope():
         w = keras.Variable([1.0, 2.0])
     out = strategy.run(lambda: (1, 2.5, 1j, True, np.float32(3), np.arange(2), w))
-    assert [type(o) for o in out] == [rx.PerReplica] * 7
-    assert [np.asarray(o)[3].tolist() for o in out] == [
+    assert all(isinstance(o, jax.Array) for o in out)
+    assert [np.asarray(o).tolist() for o in out] == [
         1, 2.5, 1j, True, 3.0, [0, 1], [1.0, 2.0],
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("result", ["text", object(), {1, 2}, jnp.sum])
-def test_other_results_are_refused(strategy, result) -> None:
-    with pytest.raises(TypeError, match=r"run\(.*lambda.*returned .* of type.*pytrees"):
-        strategy.run(lambda: {"a": [result]})
+def test_other_results_are_returned_as_they_are(strategy, result) -> None:
+    assert strategy.run(lambda: {"a": [result]})["a"][0] is result
 
 
 # Reductions.
@@ -96,7 +95,7 @@ def test_reduce_of_values_that_are_not_per_replica(strategy) -> None:
     assert float(strategy.reduce("mean", 3.0)) == 3.0
     np.testing.assert_array_equal(strategy.reduce("mean", np.ones(2)), [1.0, 1.0])
     assert float(mirrored(1).reduce("sum", 3.0)) == 3.0
-    with pytest.raises(ValueError, match=r"Strategy\.reduce: got 3\.0.*no PerReplica"):
+    with pytest.raises(ValueError, match=r"reduce: got 3\.0.*no result of run"):
         strategy.reduce("sum", 3.0)
 
 
@@ -121,13 +120,13 @@ def test_reduce_refuses_what_it_does_not_know(strategy, values) -> None:
 
 
 def test_values_of_another_strategy_are_refused(strategy) -> None:
-    two = mirrored(2).run(lambda: 1.0)
+    two = mirrored(2).run(lambda x: x, (rx.PerReplica(np.ones(2)),))
     with pytest.raises(ValueError, match=r"run: a PerReplica holds 2 values"):
         strategy.run(lambda x: x, (two,))
     with pytest.raises(ValueError, match=r"reduce: a PerReplica holds 2 values"):
         strategy.reduce("sum", two)
     with pytest.raises(ValueError, match=r"gather: a PerReplica holds 2 values"):
-        strategy.gather(mirrored(2).run(lambda: jnp.ones(1)), axis=0)
+        strategy.gather(rx.PerReplica(np.ones((2, 1))), axis=0)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -207,7 +206,7 @@ def test_a_strategy_is_not_copied(strategy, copied) -> None:
 
 
 def test_values_of_all_replicas_are_no_result_of_one(strategy, values) -> None:
-    value = strategy.run(lambda: 1.0)
+    value = rx.PerReplica(np.ones(strategy.num_replicas_in_sync))
     with pytest.raises(TypeError, match=r"returned PerReplica.*args=\(value,\)"):
         strategy.run(lambda: {"x": value})
 
@@ -239,7 +238,7 @@ def test_calls_of_every_kind(strategy) -> None:
         ((1.0, 1.0, 1.0, 1.0), {"c": 1.0, "d": 1.0}, 11211.0),
         ([1.0], {"b": 3.0, "c": 1.0, "d": 0.0}, 1031.0),
     ]:
-        assert strategy.run(fn, args, kwargs).values == (want,) * 4
+        assert strategy.run(fn, args, kwargs) == want
     with pytest.raises(
         TypeError, match="missing 1 required keyword-only argument: 'c'"
     ):

@@ -56,8 +56,8 @@ def test_state_of_plain_jax_outlives_an_uneven_batch() -> None:
         for _ in range(3):
             for batch in batches:
                 weights, loss = strategy.run(step, args=(weights, *batch))
-                losses.append(float(loss.values[0]))
-        return weights.values[0], losses
+                losses.append(float(loss))
+        return weights, losses
 
     require_close(trained(mirrored(4)), trained(mirrored(1)))
 
@@ -106,13 +106,13 @@ def test_variables_and_the_context_leave_them_out() -> None:
     reduced, merged = strategy.run(step, args=(uneven(strategy, 4),))
     np.testing.assert_allclose(total.numpy(), X[:4].sum(), rtol=1e-5)
     np.testing.assert_allclose(mean.numpy(), X[:4].mean(), rtol=1e-5)
-    np.testing.assert_allclose(reduced.values[0], X[:4].sum(0), rtol=1e-5)
-    np.testing.assert_allclose(merged.values[0], X[:4].sum(0), rtol=1e-5)
+    np.testing.assert_allclose(reduced, X[:4].sum(0), rtol=1e-5)
+    np.testing.assert_allclose(merged, X[:4].sum(0), rtol=1e-5)
 
 
 def test_batches_of_other_replicas_are_refused_together() -> None:
     strategy = mirrored(4)
-    with pytest.raises(ValueError, match=r"Strategy\.run: got values of batches that"):
+    with pytest.raises(ValueError, match=r"Strategy\.run: got values of batches with"):
         strategy.run(ops.add, args=(uneven(strategy, 5), uneven(strategy, 6)))
     with pytest.raises(ValueError, match="different numbers of replicas"):
         strategy.run(ops.add, args=(uneven(strategy, 5), uneven(strategy, 8)))

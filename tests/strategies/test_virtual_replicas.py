@@ -86,29 +86,20 @@ def test_replica_context(devices: int, each: int) -> None:
         }
 
     got = strategy.run(step, (rx.PerReplica(values),))
-    # Arrays in place of `PerReplica`s.
-    found = {
-        name: jax.tree.map(
-            lambda x: np.asarray(x.array),
-            x,
-            is_leaf=lambda x: isinstance(x, rx.PerReplica),
-        )
-        for name, x in got.items()
-    }
+    found = jax.tree.map(
+        np.asarray, got, is_leaf=lambda x: isinstance(x, rx.PerReplica)
+    )
     total = values.sum(0)
 
-    def all_have(value: Any) -> np.ndarray:
-        return np.stack([np.asarray(value)] * NUM)
-
     expected = {
-        "sum": all_have(total),
-        "mean": {"x": all_have(total / NUM), "number": all_have(np.float32(3.5))},
-        "ints": all_have(np.int32(28)),
-        "bools": all_have(np.int32(5)),
-        "rows": all_have(values.reshape(-1, 2)),
-        "columns": [all_have(np.concatenate(list(values), -1))],
-        "merged": (all_have(total), values + total),
-        "mirrored": all_have(np.float32(3)),
+        "sum": total,
+        "mean": {"x": total / NUM, "number": np.float32(3.5)},
+        "ints": np.int32(28),
+        "bools": np.int32(5),
+        "rows": values.reshape(-1, 2),
+        "columns": [np.concatenate(list(values), -1)],
+        "merged": (total, values + total),
+        "mirrored": np.float32(3),
     }
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert found["ints"].dtype == np.int32

@@ -170,7 +170,7 @@ class NcclAllReduce(CrossDeviceOps):
         >>> strategy = rx.MirroredStrategy(cross_device_ops=ops)
         >>> def count():
         ...     return rx.get_replica_context().all_reduce("sum", 1)
-        >>> int(strategy.run(count).values[0]) == strategy.num_replicas_in_sync
+        >>> int(strategy.run(count)) == strategy.num_replicas_in_sync
         True
     """
 
@@ -216,7 +216,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         >>> strategy = rx.MirroredStrategy(cross_device_ops=ops)
         >>> def count():
         ...     return rx.get_replica_context().all_reduce("sum", 1)
-        >>> int(strategy.run(count).values[0]) == strategy.num_replicas_in_sync
+        >>> int(strategy.run(count)) == strategy.num_replicas_in_sync
         True
     """
 

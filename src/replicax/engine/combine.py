@@ -11,19 +11,28 @@ from jax.typing import ArrayLike
 from replicax._util.types import PyTree
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.composites import is_key, require_dense
-from replicax.engine.values import PerReplica, is_per_replica
+from replicax.engine.device_put import local_value
+from replicax.engine.group import ReplicaGroup
+from replicax.engine.values import PerReplica, is_per_replica, num_active_of
 
 __all__ = ["gather", "local_results", "reduce", "require_all_replicas"]
 
 
-def reduce(op: ReduceOp, value: PyTree, axis: int | None, num_replicas: int) -> PyTree:
+def reduce(
+    op: ReduceOp, value: PyTree, axis: int | None, group: ReplicaGroup
+) -> PyTree:
     """Combine the replicas' values in `value`, and dimension `axis` of them."""
 
     def reduce_leaf(leaf: PyTree) -> PyTree:
         if isinstance(leaf, PerReplica):
-            require_all_replicas(leaf, num_replicas, "reduce")
+            require_all_replicas(leaf, group.num_replicas, "reduce")
+        elif group.holds(leaf) or op is ReduceOp.MEAN or group.num_replicas == 1:
+            leaf = _of_each(leaf, group)
         else:
-            leaf = _same_on_all(op, leaf, num_replicas)
+            raise ValueError(
+                f"Strategy.reduce: got {leaf!r}, which is no result of run, so its sum "
+                "over the replicas is not defined. Pass a result of strategy.run."
+            )
         require_dense(leaf.array, "Strategy.reduce")
         if is_key(leaf.array):
             raise TypeError(
@@ -37,13 +46,13 @@ def reduce(op: ReduceOp, value: PyTree, axis: int | None, num_replicas: int) -> 
     return jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica)
 
 
-def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
+def gather(value: PyTree, axis: int, group: ReplicaGroup) -> PyTree:
     """Concatenate the replicas' values in `value` along dimension `axis`."""
 
     def gather_leaf(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, PerReplica):
-            leaf = PerReplica(_repeated(leaf, num_replicas))
-        require_all_replicas(leaf, num_replicas, "gather")
+            leaf = _of_each(leaf, group)
+        require_all_replicas(leaf, group.num_replicas, "gather")
         require_dense(leaf.array, "Strategy.gather")
         dim = _checked_axis(leaf, axis, "gather")
         return _gatherer(dim, _whole(leaf.array), leaf.num_active)(leaf.array)
@@ -51,10 +60,15 @@ def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
     return jax.tree.map(gather_leaf, value, is_leaf=is_per_replica)
 
 
-def local_results(value: PyTree) -> tuple[PyTree, ...]:
-    """This process' values of the `PerReplica`s in a pytree, one tree per replica."""
+def local_results(value: PyTree, group: ReplicaGroup) -> tuple[PyTree, ...]:
+    """This process' values of the results in a pytree, one tree per replica."""
     leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
     values = {i: x.values for i, x in enumerate(leaves) if isinstance(x, PerReplica)}
+    equal = [x for x in leaves if group.holds(x)]
+    if equal and not values:
+        counts = [num_active_of(x) or group.num_replicas for x in equal]
+        number = min(counts) - group.first_local
+        return (value,) * max(0, min(number, group.num_local))
     if not values:
         return (value,)
     return tuple(
@@ -74,18 +88,10 @@ def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> Non
         )
 
 
-def _same_on_all(op: ReduceOp, value: PyTree, num_replicas: int) -> PerReplica:
-    if op is ReduceOp.SUM and num_replicas > 1:
-        raise ValueError(
-            f"Strategy.reduce: got {value!r}, which is no PerReplica value, so its sum "
-            "over replicas is ambiguous. Pass a result of strategy.run."
-        )
-    return PerReplica(_repeated(value, 1))
-
-
-def _repeated(value: ArrayLike, num_replicas: int) -> jax.Array:
-    """`[R, ...]` of a value that is no `PerReplica`."""
-    return jnp.stack([jnp.asarray(value)] * num_replicas)
+def _of_each(value: ArrayLike, group: ReplicaGroup) -> PerReplica:
+    """A value that is equal on all replicas, as the `PerReplica` of these."""
+    array = jnp.stack([jnp.asarray(local_value(value))] * group.num_replicas)
+    return PerReplica(array, num_active_of(value))
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,12 +8,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from replicax._util.stand_ins import is_described
 from replicax._util.types import PyTree
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
@@ -121,6 +123,21 @@ class ReplicaGroup:
     def per_replica(self) -> NamedSharding:
         """First dimension split over the replicas' devices."""
         return NamedSharding(self.mesh, PartitionSpec(self.axis.name))
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is an array that lies whole on each replica's device.
+
+        Results of `run` do that are equal on all replicas; in a dry run, whose devices
+        hold nothing, any array may be one.
+        """
+        if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+            return False
+        if is_described(self.mesh.devices.flat[0]):
+            return True
+        where = value.sharding
+        return where.is_fully_replicated and where.device_set == set(
+            self.mesh.devices.flat
+        )
 
     def on(self, devices: Sequence[Device]) -> "ReplicaGroup":
         """The group on other devices, all of this process or only described."""

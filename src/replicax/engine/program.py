@@ -47,6 +47,7 @@ from replicax.engine.overlap.xla_options import compiler_options
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, Options, Outputs, ResultStructure
 from replicax.engine.step import ReplicaStep
+from replicax.engine.values import PerReplica, note_num_active
 from replicax.engine.variables import Update, Variable, distinct, explained_traces
 from replicax.errors import LostValuesError
 
@@ -151,7 +152,7 @@ class Program:
     def results_of(self, lowered: Lowered) -> PyTree:
         """The shapes of the program's results, from the return value of `lower`."""
         *_, (flat, _) = lowered.out_info
-        return self.results.unflatten(flat)
+        return self._unflatten(flat)
 
     def __call__(self, values: Values, leaves: Sequence[ArrayLike]) -> StepResult:
         """Run the program; store the new values of `written` if no updates follow.
@@ -189,7 +190,20 @@ class Program:
         else:
             flat, gradients = self._dispatch(call)
         self.is_new = False
-        return StepResult(self._step.results.unflatten(flat), gradients, new)
+        return StepResult(self._unflatten(flat), gradients, new)
+
+    def _unflatten(self, flat: Sequence[jax.Array]) -> PyTree:
+        """The results; those that may differ between replicas as `PerReplica`s."""
+        results = self._step.results
+        if self._options.outputs is not Outputs.PER_REPLICA:
+            return results.unflatten(flat)
+        num_active = self._options.num_active
+        leaves: list[PyTree] = []
+        for x, is_equal in zip(flat, self._step.equal_results(len(flat)), strict=True):
+            leaves.append(x if is_equal else PerReplica(x, num_active))
+            if is_equal and num_active is not None:
+                note_num_active(x, num_active)
+        return results.unflatten(leaves)
 
     def _dispatch(
         self, arguments: tuple[PyTree, ...]
@@ -232,6 +246,7 @@ class Program:
                 self.written,
                 step.analysis,
                 step.mirrored_sums,
+                step.num_results,
             )
             if analysis == step.analysis:
                 return traced
@@ -271,10 +286,17 @@ class Program:
             # Every process gets all rows, as predict returns them.
             everywhere = options.outputs is Outputs.ROWS and group.spans_processes
             if everywhere or len(group.mesh.axis_names) > 1:
+                specs = step.out_specs()
+                if isinstance(specs, PartitionSpec):
+                    specs = [specs] * len(out)
                 # The dimension of the steps is gone.
-                names = () if everywhere else tuple(step.out_spec())[-1:]
-                where = NamedSharding(group.mesh, PartitionSpec(*names))
-                out = [lax.with_sharding_constraint(x, where) for x in out]
+                names = [() if everywhere else tuple(spec)[-1:] for spec in specs]
+                out = [
+                    lax.with_sharding_constraint(
+                        x, NamedSharding(group.mesh, PartitionSpec(*axes))
+                    )
+                    for x, axes in zip(out, names, strict=True)
+                ]
             return *new, (out, gradients)
 
         return lowering.apply(program) if group.axis.is_of_cpus else program

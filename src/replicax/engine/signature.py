@@ -209,34 +209,46 @@ class ResultStructure:
                     "as an argument, strategy.run(fn, args=(value,)), so that each "
                     "replica has its own."
                 )
-        self._name = name
         require_dense(out, f"{name}, as a result")
-        self._structure = jax.tree.structure(out)
+        leaves, self._structure = jax.tree.flatten(out)
+        self._leaves = [None if _is_array_like(x) else x for x in leaves]
+        self.num_arrays = self._leaves.count(None)
 
     def arrays(self, out: PyTree) -> list[jax.Array]:
-        """The arrays of such results; a TypeError for anything else."""
-        return [_as_array(x, self._name) for x in jax.tree.leaves(out)]
+        """The arrays of such results, and their numbers as arrays."""
+        return [
+            jnp.asarray(x.value if isinstance(x, keras.Variable) else x)
+            for x in jax.tree.leaves(out)
+            if _is_array_like(x)
+        ]
 
-    def unflatten(self, arrays: Iterable[PyTree]) -> PyTree:
-        """The results, of their arrays."""
+    def unflatten(self, arrays: Sequence[PyTree]) -> PyTree:
+        """The results, of their arrays; other leaves are those of the trace."""
+        if self.num_arrays < len(self._leaves):
+            rest = iter(arrays)
+            arrays = [next(rest) if leaf is None else leaf for leaf in self._leaves]
         return jax.tree.unflatten(self._structure, arrays)
 
 
-def _as_array(x: object, name: str) -> jax.Array:
-    if isinstance(x, keras.Variable):
-        x = x.value
-    if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
-        return jnp.asarray(x)
-    raise TypeError(
-        f"{name}: the function returned {x!r} of type {type(x).__name__}; "
-        "return arrays, numbers, None, or pytrees of them."
-    )
+_ARRAY_LIKE = (
+    jax.Array,
+    np.ndarray,
+    np.generic,
+    int,
+    float,
+    complex,
+    keras.Variable,
+)
+
+
+def _is_array_like(x: object) -> bool:
+    return isinstance(x, _ARRAY_LIKE) and not isinstance(x, str | bytes)
 
 
 class Outputs(enum.Enum):
     """The form in which a program returns a replica function's results."""
 
-    PER_REPLICA = enum.auto()  # [R, ...]: one entry per replica
+    PER_REPLICA = enum.auto()  # [...] where equal on all replicas, else [R, ...]
     ROWS = enum.auto()  # [R*b, ...]: the replicas' rows, one after another
     MIRRORED = enum.auto()  # [...]: already equal on all replicas
 

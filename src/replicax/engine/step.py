@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax._private.keras import has_value
 from replicax._util.types import PyTree
 from replicax.engine.blocks import Block, cut
-from replicax.engine.checks.analysis import Analysis
+from replicax.engine.checks.analysis import Analysis, equal_results
 from replicax.engine.checks.divergence import declare_whole
 from replicax.engine.composites import is_key
 from replicax.engine.empty_arrays import creating_empty_arrays
@@ -152,8 +152,7 @@ class ReplicaStep:
             updates[:] = run.scope.deferred
             self.mirrored_sums |= context.mirrored_sums
             new = [value for _, value in run.scope.updates()]
-            results = (out, new, *run.scope.deferred.values())
-            return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+            return self._flat_results(out), new, *run.scope.deferred.values()
 
         traced = self.on_devices(step, (self.leaf_specs(),), PartitionSpec())
         with recorder:
@@ -162,7 +161,10 @@ class ReplicaStep:
             # Variables created in this trace count as used: the next trace may use them
             # earlier, such as the loss scale of an optimizer that the step builds.
             created = {i for i, v in variables.items() if not has_value(v)}
-        self.analysis = Analysis(mirrored_sums=frozenset(self.mirrored_sums))
+        self.analysis = Analysis(
+            mirrored_sums=frozenset(self.mirrored_sums),
+            equal_results=equal_results(jaxpr, self._group, self.num_results),
+        )
         self.written = list(recorder.written.values())
         used = used_variables(jaxpr) | created
         self.unused = recorder.read.keys() - recorder.written.keys() - used
@@ -214,7 +216,7 @@ class ReplicaStep:
         ]
         written, read = specs[: len(self.written)], specs[len(self.written) :]
         if not self.updates:
-            results = (self.out_spec(), PartitionSpec(), written)
+            results = (self.out_specs(), PartitionSpec(), written)
             return self.on_devices(
                 self._run, (written, read, self.leaf_specs()), results
             )
@@ -231,7 +233,7 @@ class ReplicaStep:
         end = self.on_devices(
             lambda out, values: self._results([x[0] for x in out], values),
             (split, specs),
-            self.out_spec(),
+            self.out_specs(),
         )
 
         def program(written: Arrays, read: Arrays, leaves: Leaves) -> PyTree:
@@ -292,13 +294,16 @@ class ReplicaStep:
         leading = () if self._options.num_steps is None else (None,)
         return self._arguments.specs(self._group.axis.name, leading)
 
-    def out_spec(self) -> PartitionSpec:
-        """The spec of the results of `run` over the devices."""
-        is_alone = self._group.num_replicas == 1  # Its rows may be scalars.
-        if self._options.outputs is Outputs.MIRRORED or (self._are_rows and is_alone):
+    def out_specs(self) -> PartitionSpec | list[PartitionSpec]:
+        """The specs of the results over the devices; a single one if all have it."""
+        # The results of a single replica are its own, and its rows may be scalars.
+        is_alone = self._group.num_replicas == 1
+        if self._options.outputs is Outputs.MIRRORED or is_alone:
             return PartitionSpec()
         has_steps = self._are_rows and self._options.num_steps is not None
-        return PartitionSpec(*[None] if has_steps else [], self._group.axis.name)
+        split = PartitionSpec(*[None] if has_steps else [], self._group.axis.name)
+        equal = self.analysis.equal_results
+        return [PartitionSpec() if x else split for x in equal] if equal else split
 
     def _results(self, out: Arrays, values: Arrays) -> Arrays:
         """A device's last results as the program returns them; `values` are new."""
@@ -312,12 +317,25 @@ class ReplicaStep:
                     return self._flat_results(finish(self.results.unflatten(out)))
 
             out = self._group.mapped(finished)(out)
-        outputs, several = self._options.outputs, self._group.num_per_device > 1
-        if outputs is Outputs.PER_REPLICA and not several:
-            return [x[None] for x in out]
-        if outputs is Outputs.MIRRORED and several:
-            return [x[0] for x in out]
-        return out
+        if self._are_rows:
+            return out
+        several = self._group.num_per_device > 1  # Then `x` has a dimension of them.
+        return [
+            (x[0] if several else x) if is_equal else (x if several else x[None])
+            for x, is_equal in zip(out, self.equal_results(len(out)), strict=True)
+        ]
+
+    @property
+    def num_results(self) -> int:
+        """Number of the results whose form depends on whether they are equal."""
+        is_open = self._options.outputs is Outputs.PER_REPLICA
+        return self.results.num_arrays if is_open else 0
+
+    def equal_results(self, num: int) -> Sequence[bool]:
+        """Whether each of `num` results is returned once, for all replicas."""
+        if self._options.outputs is Outputs.MIRRORED or self._group.num_replicas == 1:
+            return (True,) * num
+        return self.analysis.equal_results or (False,) * num
 
     def _step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
         """The step of one device's replicas, with their written variables combined."""

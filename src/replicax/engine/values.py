@@ -4,6 +4,7 @@ Legend: `R` replicas, `b` examples in a replica's batch, `B = R * b` in the glob
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable
 
 import jax
@@ -16,7 +17,15 @@ from replicax._private.jax import ArrayImpl
 from replicax._util.types import PyTree
 from replicax.engine.composites import described, is_array, is_composite, is_key, one_of
 
-__all__ = ["ARRAY_TYPES", "PerReplica", "is_per_replica", "num_active_in", "spread"]
+__all__ = [
+    "ARRAY_TYPES",
+    "PerReplica",
+    "is_per_replica",
+    "note_num_active",
+    "num_active_in",
+    "num_active_of",
+    "spread",
+]
 
 ARRAY_TYPES = frozenset({ArrayImpl, np.ndarray})
 """The types of nearly all arrays: a look-up here is faster than `isinstance`."""
@@ -35,10 +44,11 @@ class PerReplica:
 
     The values are stored as a single array whose first dimension is the replica, so
     they stay on their devices until they are read. `PerReplica` is a pytree node:
-    `jax.tree.map` sees the stacked array. With one replica it may be used as an array,
-    since TF's `run` returns the value itself there. With several, arithmetic, indexing
-    and JAX's functions raise an error that names the ways to the values; `np.asarray`
-    returns all of them, `[R, ...]`. (TF: `tf.distribute.PerReplica`.)
+    `jax.tree.map` sees the stacked array. Results that are equal on all replicas are
+    ordinary arrays instead. With one replica, such as in a batch, it may be used as an
+    array. With several, arithmetic, indexing and JAX's functions raise an error that
+    names the ways to the values; `np.asarray` returns all of them, `[R, ...]`. (TF:
+    `tf.distribute.PerReplica`.)
 
     Args:
         array: `[R, ...]`, entry `i` belongs to replica `i`. Sharded over the devices of
@@ -290,6 +300,23 @@ def num_active_in(leaves: Iterable[object], name: str) -> int | None:
             "or strategy.gather, or make batches of a size that the replicas divide."
         )
     return numbers.pop() if numbers else None
+
+
+_num_active: dict[int, int] = {}
+
+
+def note_num_active(array: jax.Array, number: int) -> None:
+    """Record how many replicas had examples when all computed this equal result.
+
+    A sum of it over the replicas, such as of a number of batches, is over these.
+    """
+    _num_active[id(array)] = number
+    weakref.finalize(array, _num_active.pop, id(array), None)
+
+
+def num_active_of(array: object) -> int | None:
+    """The number given to `note_num_active`; None: all replicas."""
+    return _num_active.get(id(array))
 
 
 def spread(tree: PyTree) -> PyTree:

@@ -87,7 +87,7 @@ def in_cross_replica_context() -> bool:
         >>> with strategy.scope():
         ...     outside = rx.in_cross_replica_context()
         ...     inside = strategy.run(lambda: rx.in_cross_replica_context())
-        >>> outside, bool(inside.values[0])
+        >>> outside, bool(inside)
         (True, False)
     """
     return has_strategy() and current_context() is None
@@ -126,7 +126,7 @@ def get_replica_context() -> ReplicaContext:
         >>> def step(x):
         ...     return rx.get_replica_context().all_reduce("sum", x)
         >>> strategy = rx.OneDeviceStrategy("cpu:0")
-        >>> strategy.run(step, args=(2.0,)).values[0].item()
+        >>> strategy.run(step, args=(2.0,)).item()
         2.0
     """
     return current_context() or _no_context

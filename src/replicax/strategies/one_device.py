@@ -23,7 +23,10 @@ class OneDeviceStrategy(Strategy):
         1
     """
 
-    max_devices = 1
-
     def __init__(self, device: str | Device) -> None:
         super().__init__(resolve_devices([device], "OneDeviceStrategy")[:1])
+
+    @property
+    def max_devices(self) -> int:
+        """One, however many devices a plan has."""
+        return 1

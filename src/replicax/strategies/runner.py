@@ -27,7 +27,7 @@ from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.replay import is_in_run
 from replicax.engine.scope import called_in, current_call, current_context
-from replicax.engine.signature import FlatCall, Kind, Options, Outputs, flatten_call
+from replicax.engine.signature import FlatCall, Kind, Options, flatten_call
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import UndeclaredVariableError
 from replicax.errors import ContextError
@@ -125,8 +125,6 @@ class ProgramRunner:
             out = self.call(program, call.arrays)
         if is_new:
             programs.keep(fn, (call.key, options), program)
-        if options.outputs is Outputs.PER_REPLICA:
-            return jax.tree.map(lambda x: PerReplica(x, options.num_active), out)
         return out
 
     def program_of(

@@ -58,9 +58,6 @@ class Strategy(DatasetMaker):
     _adopts = False
     """Whether variables that were created outside the scope may be used."""
 
-    max_devices: int | None = None
-    """The most devices that a plan gives to the strategy; None: all."""
-
     _cluster_resolver: ClusterResolver | None = None
 
     def __init__(
@@ -168,6 +165,11 @@ class Strategy(DatasetMaker):
         """Whether this process acts for all, for example to export a model."""
         return self._workers.is_chief
 
+    @property
+    def max_devices(self) -> int | None:
+        """The most devices that a plan gives to the strategy; None: all."""
+        return None
+
     def scope(self) -> Scope:
         """Open the strategy's scope: it places the variables created in the block.
 
@@ -206,7 +208,8 @@ class Strategy(DatasetMaker):
             kwargs: Keyword arguments, likewise.
 
         Returns:
-            What `fn` returns, each array as a `PerReplica` of all replicas' values.
+            What `fn` returns. Arrays that are equal on all replicas, by the trace of
+            `fn`, are `jax.Array`s on all replicas' devices; others are `PerReplica`s.
 
         Raises:
             ContextError: Inside a replica function or a JAX transformation, or for a
@@ -237,7 +240,8 @@ class Strategy(DatasetMaker):
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
-            value: A `PerReplica`, or a pytree with such leaves.
+            value: A result of `run`, or a pytree of them. The sum of an array that is
+                equal on all replicas counts it once for each.
             axis: None combines the replicas' values element by element. A number also
                 reduces that dimension of each value: with 2 replicas that hold
                 `[1, 2]` and `[3, 4]`, SUM over None gives `[4, 6]` and over 0 gives 10.
@@ -247,14 +251,14 @@ class Strategy(DatasetMaker):
 
         Raises:
             ContextError: Inside a replica function.
-            ValueError: For an unknown operation or axis, or for SUM of a value that is
-                no `PerReplica` where there are several replicas.
+            ValueError: For an unknown operation or axis, or for SUM of a value that no
+                replica holds, such as a NumPy array, where there are several replicas.
         """
         require_cross_replica("reduce")
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
         return self.runner.combine(
             f"reduce({op.value!r}, axis={axis})",
-            lambda: combine.reduce(op, value, axis, self.group.num_replicas),
+            lambda: combine.reduce(op, value, axis, self.group),
             value,
         )
 
@@ -275,17 +279,17 @@ class Strategy(DatasetMaker):
         require_cross_replica("gather")
         return self.runner.combine(
             f"gather(axis={axis})",
-            lambda: combine.gather(value, axis, self.group.num_replicas),
+            lambda: combine.gather(value, axis, self.group),
             value,
         )
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """Return this process' values of a `PerReplica`, one per local replica.
+        """Return this process' values of a result of `run`, one per local replica.
 
-        For a pytree with such leaves, return one pytree per local replica, each with
-        all other leaves; without such leaves, return `(value,)`.
+        For a pytree of results, return one pytree per local replica, each with all
+        other leaves; without results, return `(value,)`.
         """
-        return combine.local_results(value)
+        return combine.local_results(value, self.group)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]

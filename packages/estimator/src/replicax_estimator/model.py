@@ -22,9 +22,9 @@ __all__ = ["EstimatorModel", "first_replica"]
 
 
 def first_replica(values: Any) -> Any:
-    """Copy the values of this process' first replica from `PerReplica`s to the host."""
+    """Copy the results of this process' first replica to the host."""
     return jax.tree.map(
-        lambda x: jax.device_get(x.values[0]),
+        lambda x: jax.device_get(x.values[0] if isinstance(x, rx.PerReplica) else x),
         values,
         is_leaf=lambda x: isinstance(x, rx.PerReplica),
     )

@@ -5,13 +5,13 @@ from collections.abc import Collection, Sequence
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from replicax.engine.checks.divergence import differing, divergence_error
+from replicax.engine.checks.divergence import divergence_error, result_marks
 from replicax.engine.empty_arrays import uses_empty_arrays
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.jaxprs import equations_of
 from replicax.engine.variables import Variable
 
-__all__ = ["Analysis", "analyse", "replicas_part"]
+__all__ = ["Analysis", "analyse", "equal_results", "replicas_part"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,14 @@ class Analysis:
         from_first: Ids of variables of aggregation `"only_first_replica"` whose values
             differ: all replicas get the first replica's.
         has_empty_arrays: Whether the replicas use arrays without elements.
+        equal_results: For each result of the function, whether it is equal on all
+            replicas, and so is returned once; empty if all are returned per replica.
     """
 
     mirrored_sums: frozenset[int] = frozenset()
     from_first: frozenset[int] = frozenset()
     has_empty_arrays: bool = False
+    equal_results: tuple[bool, ...] = ()
 
 
 def analyse(
@@ -38,6 +41,7 @@ def analyse(
     written: Sequence[Variable],
     before: Analysis,
     mirrored_sums: Collection[int],
+    num_results: int,
 ) -> Analysis:
     """Analyse a program that was traced under an analysis `before`.
 
@@ -50,6 +54,8 @@ def analyse(
         written: The variables whose new values are the last results of the replicas.
         before: The facts under which the program was traced.
         mirrored_sums: Ids of `"sum"` variables that replicas assigned equal values to.
+        num_results: Number of results of the function, which the replicas return first;
+            0 if the program's options fix the results' form.
 
     Raises:
         DivergenceError: If a mirrored variable would get values that differ between
@@ -63,15 +69,38 @@ def analyse(
     if group.num_replicas == 1:
         return before
     equation = replicas_part(jaxpr)
-    dims = [group.layouts.dim_of(v) for v in written]
-    positions = differing(equation, group.axis.name, dims)
+    marks, wholes = result_marks(equation, group.axis.name)
+    # Blocks always differ: the array that a block is cut from counts.
+    positions = [
+        i
+        for i, mark in enumerate(marks[len(marks) - len(written) :])
+        if (mark if group.layouts.dim_of(written[i]) is None else wholes.get(i, 0))
+    ]
     different = [written[i] for i in positions]
     first = {id(v) for v in different if v.aggregation == "only_first_replica"}
-    if first - before.from_first:
-        return dataclasses.replace(before, from_first=frozenset(first))
-    if positions:
+    after = dataclasses.replace(
+        before,
+        from_first=before.from_first | first,
+        equal_results=_equal(marks[:num_results]),
+    )
+    if positions and after.from_first == before.from_first:
         raise divergence_error(name, equation, written, positions)
-    return before
+    return after
+
+
+def equal_results(
+    jaxpr: ClosedJaxpr, group: ReplicaGroup, num_results: int
+) -> tuple[bool, ...]:
+    """`Analysis.equal_results` of a traced program."""
+    if group.num_replicas == 1 or not num_results:
+        return ()
+    marks, _ = result_marks(replicas_part(jaxpr), group.axis.name)
+    return _equal(marks[:num_results])
+
+
+def _equal(marks: Sequence[int]) -> tuple[bool, ...]:
+    equal = tuple(not mark for mark in marks)
+    return equal if any(equal) else ()
 
 
 def replicas_part(jaxpr: ClosedJaxpr) -> JaxprEqn:

@@ -29,11 +29,11 @@ from replicax.errors import DivergenceError
 __all__ = [
     "declare_mirrored",
     "declare_whole",
-    "differing",
     "divergence_error",
     "gradient_marks",
     "is_declared_mirrored",
     "line_of",
+    "result_marks",
     "varying_marks",
 ]
 
@@ -80,26 +80,13 @@ def varying_marks(
     return run.outputs(jaxpr, marks), run.wholes
 
 
-def differing(equation: Eqn, axis_name: str, dims: Sequence[int | None]) -> list[int]:
-    """Find the last results of a `shard_map` that may differ between replicas.
+def result_marks(equation: Eqn, axis_name: str) -> tuple[list[int], dict[int, int]]:
+    """Mark the results of a `shard_map` that may differ; as `varying_marks` does.
 
-    Args:
-        equation: The `shard_map`.
-        axis_name: The replicas' mesh axis.
-        dims: For each of those results the dimension of which replicas hold blocks, or
-            None where all hold it. Blocks always differ: what counts is the whole that
-            one was cut from, given to `declare_whole` under its position.
+    An argument differs if its spec names the replicas' mesh axis.
     """
-    if not dims:
-        return []
     inputs = [int(axis_name in _named(s)) for s in equation.params["in_specs"]]
-    jaxpr = open_jaxpr(equation.params["jaxpr"])
-    marks, wholes = varying_marks(jaxpr, inputs, axis_name)
-    return [
-        i
-        for i, (dim, mark) in enumerate(zip(dims, marks[-len(dims) :], strict=True))
-        if (mark if dim is None else wholes.get(i, 0))
-    ]
+    return varying_marks(open_jaxpr(equation.params["jaxpr"]), inputs, axis_name)
 
 
 def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:

@@ -1,0 +1,181 @@
+"""Results of `run`: arrays where all replicas have the same, else `PerReplica`s."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from tests.conftest import mirrored
+
+import replicax as rx
+
+STRATEGIES: dict[str, Callable[[], rx.Strategy]] = {
+    "one": lambda: rx.OneDeviceStrategy("cpu:0"),
+    "mirrored": lambda: mirrored(4),
+    "virtual": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"], replicas_per_device=2),
+    "virtual on one": lambda: rx.MirroredStrategy(["cpu:0"], replicas_per_device=4),
+    "shard_update": lambda: rx.MirroredStrategy(
+        [f"cpu:{i}" for i in range(4)], shard_update=True
+    ),
+    "fully sharded": lambda: rx.FullyShardedStrategy([f"cpu:{i}" for i in range(4)]),
+    "model parallel": lambda: rx.ModelParallelStrategy(
+        rx.layout_maps.DENSE, model_parallel=2, devices=[f"cpu:{i}" for i in range(8)]
+    ),
+    "central storage": lambda: rx.CentralStorageStrategy(
+        [f"cpu:{i}" for i in range(4)], "cpu:0"
+    ),
+}
+
+
+@pytest.fixture(params=STRATEGIES.values(), ids=STRATEGIES.keys())
+def strategy(request: pytest.FixtureRequest) -> rx.Strategy:
+    return request.param()
+
+
+def per_replica(strategy: rx.Strategy, rows: int = 2) -> rx.PerReplica:
+    num = strategy.num_replicas_in_sync
+    return rx.PerReplica(np.arange(num * rows, dtype="float32").reshape(num, rows))
+
+
+def assert_equal_everywhere(x: Any, expected: Any) -> None:
+    assert isinstance(x, jax.Array)
+    for shard in x.addressable_shards:
+        np.testing.assert_allclose(shard.data, expected, rtol=1e-6)
+
+
+def test_what_is_equal_is_an_array(strategy) -> None:
+    with strategy.scope():
+        v = keras.Variable(np.float32([1.0, 2.0]))
+    num = strategy.num_replicas_in_sync
+
+    def step(w: Any, x: Any) -> dict[str, Any]:
+        context = rx.get_replica_context()
+        return {
+            "argument": w * 2,
+            "variable": v.value + 1,
+            "constant": 3,
+            "mean": context.all_reduce("mean", x),
+            "gathered": context.all_gather(x, axis=0),
+            "branch": jax.lax.cond(w.sum() > 0, lambda: w, lambda: -w),
+            "scan": jax.lax.scan(lambda c, _: (c + w, None), w, length=3)[0],
+            "own": x + w,
+            "id": context.replica_id_in_sync_group,
+            "own branch": jax.lax.cond(x.sum() > 3, lambda: w, lambda: -w),
+        }
+
+    x = per_replica(strategy)
+    rows = np.asarray(x.array)
+    out = strategy.run(step, (np.float32([1, 1]), x))
+    assert_equal_everywhere(out["argument"], [2, 2])
+    assert_equal_everywhere(out["variable"], [2, 3])
+    assert_equal_everywhere(out["constant"], 3)
+    assert_equal_everywhere(out["mean"], rows.mean(0))
+    assert_equal_everywhere(out["gathered"], rows.reshape(-1))
+    assert_equal_everywhere(out["branch"], [1, 1])
+    assert_equal_everywhere(out["scan"], [4, 4])
+    for name in ("own", "id", "own branch"):
+        assert isinstance(out[name], rx.PerReplica if num > 1 else jax.Array)
+        assert len(strategy.experimental_local_results(out[name])) == num
+
+
+def test_random_numbers_of_a_replica_are_its_own() -> None:
+    strategy = mirrored(2)
+    with strategy.scope():
+        seed = keras.random.SeedGenerator(0)
+
+    def step(key: Any) -> tuple[Any, Any]:
+        return keras.random.uniform((3,), seed=seed), jax.random.uniform(key, (3,))
+
+    for _ in range(2):
+        own, shared = strategy.run(step, (jax.random.key(0),))
+        first, second = own.values
+        assert not np.array_equal(first, second)
+        assert_equal_everywhere(shared, jax.random.uniform(jax.random.key(0), (3,)))
+
+
+def test_sums_and_gathers_count_each_replica_with_examples(strategy) -> None:
+    def step(batch: Any) -> tuple[Any, Any, Any]:
+        total = rx.get_replica_context().all_reduce("sum", batch.sum())
+        return batch.shape[0], jnp.ones(2), total
+
+    data = np.arange(10, dtype="float32")
+    seen = batches = 0
+    for batch in strategy.experimental_distribute_dataset(data, batch_size=4):
+        size, ones, total = strategy.run(step, (batch,))
+        seen += int(strategy.reduce("sum", size))
+        local = strategy.experimental_local_results(total)
+        assert len(local) == int(strategy.reduce("sum", ones)[0])
+        assert strategy.gather(ones, axis=0).shape == (2 * len(local),)
+        np.testing.assert_allclose(strategy.reduce("mean", total), total)
+        batches += float(total)
+    assert (seen, batches) == (10, data.sum())
+
+
+def test_a_sum_of_what_no_replica_holds_is_refused() -> None:
+    strategy = mirrored(2)
+    for value in (3.0, np.ones(2), jnp.ones(2)):
+        with pytest.raises(ValueError, match="is no result of run"):
+            strategy.reduce("sum", value)
+
+
+def test_a_state_goes_round_without_a_copy_or_another_program(strategy) -> None:
+    def step(state: Any, x: Any) -> Any:
+        grads = rx.get_replica_context().all_reduce("mean", x - state["w"])
+        return {"w": state["w"] + 0.5 * grads, "step": state["step"] + 1}
+
+    state, x = {"w": np.zeros(2, "float32"), "step": np.int32(0)}, per_replica(strategy)
+    for _ in range(3):
+        state = strategy.run(step, (state, x))
+    assert len(strategy.runner.programs) == 1
+    assert_equal_everywhere(state["step"], 3)
+    assert_equal_everywhere(state["w"], np.asarray(x.array).mean(0) * 0.875)
+    place = strategy.runner._place
+    assert place(state["w"], rx.engine.signature.Kind.MIRRORED) is state["w"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    weight: Any
+    activation: Callable[..., Any] = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weight, rx.PerReplica):
+            raise TypeError("the weight must be an array")
+
+
+def test_classes_that_check_their_fields_and_leaves_that_are_no_arrays() -> None:
+    strategy, marker = mirrored(2), object()
+
+    def step(layer: Checked, extra: Any) -> Any:
+        return Checked(layer.weight * 2, layer.activation), extra
+
+    layer = Checked(np.ones(3, "float32"), jax.nn.relu)
+    extra = (np.tanh, "name", marker, None, {"d": np.dtype("float32")})
+    for _ in range(2):
+        layer, extra = strategy.run(step, (layer, extra))
+    assert extra == (np.tanh, "name", marker, None, {"d": np.dtype("float32")})
+    assert_equal_everywhere(layer.weight, np.full(3, 4.0))
+
+
+def test_a_state_is_restored_from_a_checkpoint(tmp_path) -> None:
+    def step(state: Any) -> Any:
+        return jax.tree.map(lambda x: x + 1, state)
+
+    def start() -> dict[str, Any]:
+        return {"w": np.zeros((2, 3), "float32"), "count": np.int32(0)}
+
+    strategy = mirrored(4)
+    state = strategy.run(step, (strategy.run(step, (start(),)),))
+    path = rx.Checkpoint(state=state).write(tmp_path / "ckpt")
+    other = mirrored(2)
+    restored = other.run(lambda state: state, (start(),))
+    checkpoint = rx.Checkpoint(state=restored)
+    checkpoint.read(path)
+    again = other.run(step, (checkpoint.state,))
+    assert_equal_everywhere(again["w"], np.full((2, 3), 3.0))
+    assert_equal_everywhere(again["count"], 3)
