@@ -193,6 +193,18 @@ def test_arrays_committed_to_one_device(strategy, device) -> None:
     assert [v.devices() for v in split.values] == [{d} for d in jax.devices()[:2]]
 
 
+def test_a_sharded_argument_goes_whole_to_every_replica_with_a_warning(caplog) -> None:
+    strategy = mirrored(2)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    x = jax.device_put(np.arange(8, dtype="float32"), rows)
+    for _ in range(2):
+        assert strategy.run(lambda x: x.sum(), (x,)) == 28.0
+    (record,) = caplog.records
+    assert "float32[8] is sharded" in record.getMessage()
+    assert "rx.PerReplica(x.reshape(" in record.getMessage()
+
+
 def test_reduced_values_may_go_back_in(strategy) -> None:
     total = strategy.reduce("sum", strategy.run(lambda: jnp.ones(3)))
     out = strategy.run(lambda t: t * 2, (total,))

@@ -134,6 +134,21 @@ def equal_results(strategy):
     return {"state": float(state), "totals": totals, "seen": seen, "local": local}
 
 
+def sharded_arguments(strategy):
+    """Global arrays of a user's own mesh, of which each process has a part."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    x = np.arange(8, dtype="float32").reshape(4, 2)
+    sharded = jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+    own = rx.PerReplica(sharded)
+    sums = strategy.run(lambda x: x.sum(), (own,))
+    return {
+        "whole": float(strategy.run(lambda x: x.sum(), (sharded,))),
+        "rows": float(strategy.run(lambda x: x[0].sum() + x[3].sum(), (sharded,))),
+        "own": [float(v) for v in strategy.experimental_local_results(sums)],
+    }
+
+
 def dropout_masks(strategy):
     """Two calls' masks of all replicas: `[2, R, 64]`."""
     keras.utils.set_random_seed(3)
@@ -269,6 +284,7 @@ def everything():
     results["replica values"] = replica_values(strategy)
     results["local"] = local_values(strategy)
     results["equal"] = equal_results(strategy)
+    results["sharded"] = sharded_arguments(strategy)
     results["masks"] = dropout_masks(strategy)
     checking = rx.MultiWorkerMirroredStrategy(check_replicas_every=1)
     results["differing"] = differing_copies(checking)
@@ -418,6 +434,13 @@ def test_equal_results_are_arrays_on_all_workers(tasks):
     equal = {"state": 55.0, "totals": [6.0, 22.0, 27.0], "seen": 11}
     for name, last in (("chief:0", 2), ("worker:0", 1)):
         assert tasks[name]["equal"] == {**equal, "local": [2, 2, last]}
+
+
+@pytest.mark.multiprocess
+def test_sharded_arguments_are_not_cut_to_the_part_of_a_worker(tasks):
+    for name, own in (("chief:0", [1.0, 5.0]), ("worker:0", [9.0, 13.0])):
+        expected = {"whole": 28.0, "rows": 14.0, "own": own}
+        assert tasks[name]["sharded"] == expected
 
 
 @pytest.mark.multiprocess

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.core
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from replicax._private.jax import put_everywhere
@@ -22,6 +22,7 @@ __all__ = [
     "is_spread",
     "laid_out",
     "local_value",
+    "resharded",
     "rows",
     "warn_of_wide_integers",
 ]
@@ -75,7 +76,16 @@ def is_spread(value: object) -> bool:
 
 
 def gathered(array: jax.Array) -> jax.Array:
-    """Gather an array whose parts are on several processes; a collective.
+    """Gather an array whose parts are on several processes, as `resharded` does."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(f"gathered: expected a NamedSharding, got {sharding!r}.")
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return resharded(array, whole).addressable_data(0)
+
+
+def resharded(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Place an array whose parts are on several processes; a collective.
 
     All processes must call it, for the same arrays in the same order.
     """
@@ -84,17 +94,13 @@ def gathered(array: jax.Array) -> jax.Array:
         kind = f"{array.dtype}{list(array.shape)}"
         name = f"the gathering of an array that workers have parts of ({kind})"
         log.note(Operation(name, f"gathered {kind};".encode()))
-    sharding = array.sharding
-    if not isinstance(sharding, NamedSharding):
-        raise TypeError(f"gathered: expected a NamedSharding, got {sharding!r}.")
-    return _to_all(sharding.mesh)(array).addressable_data(0)
+    return _to(sharding)(array)
 
 
 @functools.lru_cache(maxsize=16)
-def _to_all(mesh: Mesh) -> Wrapped:
-    """One function per mesh: JAX would compile a new function at each call."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda x: x, out_shardings=whole)
+def _to(sharding: NamedSharding) -> Wrapped:
+    """One function per sharding: JAX would compile a new function at each call."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def local_value(value: PyTree) -> PyTree:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -39,6 +40,8 @@ __all__ = [
     "require_cross_replica",
 ]
 
+_logger = logging.getLogger("replicax")
+
 T = TypeVar("T")
 Agreement = Callable[[Program, Sequence[jax.Array], Sequence[ArrayLike]], None]
 """Compares a new program, its variables' values and its arguments between workers."""
@@ -70,6 +73,7 @@ class ProgramRunner:
         self._agree = agree
         self._check_every = check_every
         self._num_steps = 0
+        self._has_warned_of_sharded = False
         # Made once: every step compares the arrays' shardings with them.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
 
@@ -207,11 +211,29 @@ class ProgramRunner:
             return device_put.rows(self.group.local_part(array), wanted)
         if array.sharding == wanted:
             return array
+        if kind is Kind.MIRRORED and not array.is_fully_replicated:
+            self._warn_of_sharded(array)
+        if device_put.is_spread(array):
+            return device_put.resharded(array, wanted)
         # Copied first: on one device the placed array may share a variable's memory,
         # and the program donates that (`may_alias=False` does not prevent it).
         if kind is Kind.MIRRORED:
             return device_put.laid_out(jnp.copy(array), wanted)
         return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
+
+    def _warn_of_sharded(self, array: jax.Array) -> None:
+        """Warn once that a sharded argument goes whole to every replica."""
+        if not self._has_warned_of_sharded:
+            self._has_warned_of_sharded = True
+            _logger.warning(
+                "Strategy.run: an argument %s%s is sharded (%s). Every replica gets "
+                "the whole array. If it is a batch, pass each replica its rows: use "
+                "strategy.experimental_distribute_dataset, or "
+                "rx.PerReplica(x.reshape(num_replicas, -1, *x.shape[1:])).",
+                array.dtype,
+                list(array.shape),
+                array.sharding,
+            )
 
 
 _PLAIN = Options()
