@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import keras
@@ -80,6 +81,34 @@ def test_what_is_equal_is_an_array(strategy) -> None:
     for name in ("own", "id", "own branch"):
         assert isinstance(out[name], rx.PerReplica if num > 1 else jax.Array)
         assert len(strategy.experimental_local_results(out[name])) == num
+
+
+def test_collectives_of_jax_use_the_names_of_the_replicas_axes(strategy) -> None:
+    def step(x: Any) -> Any:
+        context = rx.get_replica_context()
+        names = context.axis_names
+        gradient = jax.grad(lambda x: (x * jax.lax.pmean(x, names)).sum())(x)
+        norm = flax.linen.BatchNorm(use_running_average=False, axis_name=names)
+        state = norm.init(jax.random.key(0), x[:, None])
+        normed, state = norm.apply(state, x[:, None], mutable=["batch_stats"])
+        return jax.lax.psum(x, names), gradient, normed[:, 0], state["batch_stats"]
+
+    x = per_replica(strategy, 4)
+    rows = np.asarray(x.array)
+    total, gradient, normed, stats = strategy.run(step, (x,))
+    assert_equal_everywhere(total, rows.sum(0))
+    mean, std = rows.mean(), np.sqrt(rows.var() + 1e-5)
+    assert_equal_everywhere(stats["mean"], [0.01 * mean])
+    assert_equal_everywhere(gradient, 2 * rows.mean(0))
+    local = np.stack(strategy.experimental_local_results(normed))
+    np.testing.assert_allclose(local, (rows - mean) / std, rtol=1e-5, atol=1e-5)
+
+
+def test_axis_names_are_refused_where_replicas_hold_copies() -> None:
+    strategy = mirrored(4)
+    data = strategy.experimental_distribute_dataset(np.ones(6, "float32"), batch_size=6)
+    with pytest.raises(ValueError, match=r"axis_names: 3 of 4 replicas.*all_reduce"):
+        strategy.run(lambda x: rx.get_replica_context().axis_names and x, tuple(data))
 
 
 def test_random_numbers_of_a_replica_are_its_own() -> None:

@@ -122,6 +122,36 @@ class ReplicaContext(CountedReplicas):
         self._check("replica_id_in_sync_group")
         return self._group.index()
 
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the replicas' axes, for JAX's collectives; `()` with one replica.
+
+        They serve functions that ask for an axis name, such as Flax's `BatchNorm`.
+
+        Raises:
+            ContextError: Outside the function that this context belongs to.
+            ValueError: If some replicas hold copies, since the batch does not divide.
+
+        Example:
+            >>> import jax, replicax as rx
+            >>> strategy = rx.MirroredStrategy(["cpu:0"], replicas_per_device=2)
+            >>> def step():
+            ...     context = rx.get_replica_context()
+            ...     number = context.replica_id_in_sync_group
+            ...     return jax.lax.pmean(1.0 * number, context.axis_names)
+            >>> float(strategy.run(step))
+            0.5
+        """
+        self._check("axis_names")
+        if self._num_active is not None:
+            raise ValueError(
+                f"ReplicaContext.axis_names: {self._num_active} of "
+                f"{self._group.num_replicas} replicas hold examples of this batch, and "
+                "JAX's collectives would count copies on the others. Use all_reduce, "
+                "all_gather, or batches that the replicas divide."
+            )
+        return self._group.axis_names if self._group.num_replicas > 1 else ()
+
     def all_reduce(self, op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combine `value` over the replicas; every replica gets the result.
 
