@@ -98,13 +98,13 @@ FAULTS = [
     (document({"worker": ["a:1", "A:1"]}), "'A:1' is given to worker:0 and w"),
     (document({"worker": ["a:1"] * 30}), "worker:0 and worker:1; expected"),
     (document({**WORKERS, "ps": ["b:1"]}), "'b:1' is given to worker:1 and ps:0;"),
-    (document({**WORKERS, "chief": ["c:1", "d:1"]}), "one chief only; got 2"),
-    (document({**WORKERS, "evaluator": ["c:1", "d:1"]}), "one evaluator only; got 2"),
+    (document({**WORKERS, "chief": ["c:1", "d:1"]}), "only one chief; got 2"),
+    (document({**WORKERS, "evaluator": ["c:1", "d:1"]}), "only one evaluator; got 2"),
     (
         document({"worker": ["a:1", "localhost:1"]}),
         r"other machines cannot reach worker:1 \('localhost:1'\)",
     ),
-    ('{"cluster": {}, "cluster": {}}', "key 'cluster' is there 2 times"),
+    ('{"cluster": {}, "cluster": {}}', "key 'cluster' occurs 2 times"),
 ]
 
 

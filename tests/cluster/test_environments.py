@@ -146,7 +146,7 @@ ERRORS = {
             "SKYPILOT_NODE_IPS": "a b",
             "JAX_COORDINATOR_PORT": "x",
         },
-        "JAX_COORDINATOR_PORT must be a port's number; got 'x'",
+        "JAX_COORDINATOR_PORT must be a port number; got 'x'",
     ),
     "torch, an address that is none": (
         torchrun(1, 2, MASTER_ADDR="a b"),
@@ -158,7 +158,7 @@ ERRORS = {
     ),
     "an Indexed Job without a service": (
         {"JOB_COMPLETION_INDEX": "0", "JAX_NUM_PROCESSES": "2", "HOSTNAME": "t-0"},
-        "JAX_PROCESS_ID is not set.*headless service is not known",
+        "JAX_PROCESS_ID is not set.*headless service is unknown",
     ),
     "SageMaker, another host": (
         {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-3"},

@@ -153,7 +153,7 @@ def test_a_worker_ended_its_script_before_the_others() -> None:
     assert "ended its script after step 30, while worker:0 is at step 40" in (
         report.message
     )
-    assert "ended after run(a), the other is at run(b)." in report.message
+    assert "worker:1 ended after run(a), worker:0 is at run(b)." in report.message
     # It only just went on, has not done more, or will say it by itself.
     for known in (
         {"moved_at": NOW - 0.5},
@@ -210,7 +210,7 @@ def test_a_worker_does_not_go_on() -> None:
         assert (report.kind, report.culprit) == ("stuck", "worker:1")
         assert report.exit_code == 138
         assert "worker:1 did not go on after step 30" in report.message
-        assert "for which the others have waited 21 s" in report.message
+        assert "The others have waited 21 s" in report.message
     signs[2].dispatched, signs[2].steps = 3, 30
     report = verdicts(*signs)[0]
     assert report is not None

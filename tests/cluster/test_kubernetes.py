@@ -73,7 +73,7 @@ def test_several_replicated_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environment", "arguments", "problem"),
     [
-        ({}, {"num_workers": None}, "either num_workers or jobs is needed"),
+        ({}, {"num_workers": None}, "expected either num_workers or jobs"),
         ({"JOB_COMPLETION_INDEX": ""}, {}, "JOB_COMPLETION_INDEX is not set"),
         ({"JOB_COMPLETION_INDEX": "x"}, {}, "JOB_COMPLETION_INDEX is 'x'"),
         (
@@ -81,7 +81,7 @@ def test_several_replicated_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             "INDEX is 2, but there are 2 pods",
         ),
-        ({}, {"num_workers": 0}, r"there must be pods .* got \{'worker': 0\}"),
+        ({}, {"num_workers": 0}, r"1 pod or more; got \{'worker': 0\}"),
         ({"HOSTNAME": ""}, {}, "HOSTNAME is not set; expected the Job's name and '-1'"),
         ({"HOSTNAME": "node7"}, {}, "HOSTNAME is 'node7'"),
         ({}, {"service": None}, "pass service=, the value of 'subdomain'"),
@@ -91,7 +91,7 @@ def test_several_replicated_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"JOBSET_NAME": "js", "JOBSET_REPLICATED_JOB_NAME": "worker"},
             {"num_workers": None, "jobs": {"boss": 2}},
-            "there must be pods of some of the jobs chief, worker",
+            "each job must be one of chief, worker",
         ),
         (
             {"JOBSET_NAME": "js", "JOBSET_REPLICATED_JOB_NAME": "other"},

@@ -105,7 +105,7 @@ def test_where_to_listen(
 def test_why_it_listens_everywhere_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "replicax"):
         host_to_bind(parse_address("192.0.2.7:1"), [])
-    assert "192.0.2.7 is no address of this machine itself" in caplog.text
+    assert "192.0.2.7 is not an address of this machine" in caplog.text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", None])

@@ -73,7 +73,7 @@ def test_another_program_has_the_port() -> None:
 def test_an_index_is_taken() -> None:
     futures = meet([0, 1, 1], 3)
     for future in futures:
-        with pytest.raises(ClusterConfigError, match="has an index that is taken"):
+        with pytest.raises(ClusterConfigError, match="the index is taken"):
             future.result()
 
 

@@ -118,7 +118,7 @@ def test_simple() -> None:
 
 
 def test_simple_wants_a_cluster_spec() -> None:
-    with pytest.raises(TypeError, match=r"a dict; got \{.*Wrap it: ClusterSpec"):
+    with pytest.raises(TypeError, match=r"a ClusterSpec; got \{.*ClusterSpec\("):
         SimpleClusterResolver(CLUSTER)
     with pytest.raises(TypeError, match="master is not a string; got 1"):
         SimpleClusterResolver(ClusterSpec({}), 1)

@@ -111,7 +111,7 @@ def test_outside_slurm() -> None:
     ("changed", "problem"),
     [
         ({"PROCID": "x"}, "SLURM_PROCID is not a number; got 'x'"),
-        ({"PROCID": "5"}, "SLURM_PROCID is 5, but SLURM_STEP_NUM_TASKS only 5"),
+        ({"PROCID": "5"}, "SLURM_PROCID is 5, but SLURM_STEP_NUM_TASKS is only 5"),
         ({"STEP_NUM_TASKS": "6"}, r"run 5 tasks .*, but the step has 6"),
         ({"STEP_TASKS_PER_NODE": "2(x2)"}, "counts 2 nodes, but the step has 3"),
         ({"STEP_TASKS_PER_NODE": "2(x"}, r"malformed at '2\(x'"),

@@ -112,7 +112,7 @@ def test_several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"MEGASCALE_NUM_SLICES": "0"}, "MEGASCALE_NUM_SLICES .*from 1 .*got '0'"),
         (
             {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "2"},
-            "MEGASCALE_SLICE_ID is a number from 0 to 1; got '2'",
+            "MEGASCALE_SLICE_ID must be from 0 to 1; got '2'",
         ),
         (
             {**gke(2, 0), "JAX_COORDINATOR_PORT": "http"},
@@ -148,7 +148,7 @@ def test_this_machines_own_name_is_accepted(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_number_is_no_name() -> None:
-    with pytest.raises(TypeError, match="tpu is a string or None; got 3"):
+    with pytest.raises(TypeError, match="tpu must be a string or None; got 3"):
         Resolver(3)  # type: ignore[arg-type]
 
 

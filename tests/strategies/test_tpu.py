@@ -144,7 +144,7 @@ def test_a_slice_without_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     monkeypatch.setenv("TPU_WORKER_ID", "1")
     resolver = rx.cluster_resolver.TPUClusterResolver()
-    message = "2 hosts, but this machine is none of a TPU.*TPU_WORKER_ID='1'"
+    message = "2 hosts, but this machine is not a TPU VM.*TPU_WORKER_ID='1'"
     for call in (
         rx.config.experimental_connect_to_cluster,
         rx.tpu.experimental.initialize_tpu_system,

@@ -54,7 +54,7 @@ def parse_address(text: object) -> Address:
         raise ValueError(f"it is not a string {_EXAMPLE}")
     if "//" in text:
         raise ValueError(
-            f"it has a scheme; expected no more than an address {_EXAMPLE}"
+            f"it has a scheme; expected an address without one, {_EXAMPLE}"
         )
     host, colon, port = text.rpartition(":")
     if not colon or (text.startswith("[") and text.endswith("]")):
@@ -81,7 +81,7 @@ def _host(text: str) -> str:
         raise ValueError("an IPv6 address needs brackets, such as '[fd00::1]:2222'")
     if not _HOST.fullmatch(text):
         raise ValueError(
-            f"{text!r} is no host name: it has other characters than "
-            "letters, digits, '-', '_' and '.'"
+            f"{text!r} is no host name: only letters, digits, '-', '_' and '.' are "
+            "allowed"
         )
     return text.lower()

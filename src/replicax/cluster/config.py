@@ -1,4 +1,4 @@
-"""Parses TF_CONFIG, and validates a cluster; errors name the first problem."""
+"""Parses TF_CONFIG, and validates a cluster; an error names the first problem."""
 
 import json
 import re
@@ -98,10 +98,10 @@ def tf_config(
         index = _number(task.get("index")) if task_id is None else task_id
         if cluster or task or job is not None:
             if not cluster:
-                lack = "has no jobs" if "cluster" in document else "is missing"
+                state = "has no jobs" if "cluster" in document else "is missing"
                 raise _Problem(
-                    f"'cluster' {lack}, but there is a task; expected the addresses of "
-                    "all"
+                    f"'cluster' {state}, but there is a 'task'; expected the addresses "
+                    "of all tasks"
                 )
             _check_jobs(cluster)
             _check_task(cluster, job, index)
@@ -129,8 +129,8 @@ def check_cluster(
         cluster: The jobs and their tasks. If it is empty, nothing is checked.
         task_type: The job of this process.
         task_id: The index of this process within its job.
-        allow_ps: Whether there may be parameter servers.
-        source: The name of the cluster in the error, such as its resolver's.
+        allow_ps: Whether parameter servers are allowed.
+        source: The source of the cluster for the error, such as a resolver's name.
 
     Raises:
         ClusterConfigError: If a strategy cannot use it.
@@ -159,21 +159,21 @@ class _Problem(Exception):
 
 
 def _document(text: str) -> _JSONObject:
-    def no_repeats(pairs: list[tuple[str, object]]) -> _JSONObject:
+    def without_repeats(pairs: list[tuple[str, object]]) -> _JSONObject:
         for key, count in Counter(key for key, _ in pairs).items():
             if count > 1:
-                raise _Problem(f"the key {key!r} is there {count} times")
+                raise _Problem(f"the key {key!r} occurs {count} times")
         return dict(pairs)
 
     try:
-        document = json.loads(text, object_pairs_hook=no_repeats)
+        document = json.loads(text, object_pairs_hook=without_repeats)
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 10) : error.pos + 20]
         raise _Problem(
             f"it is not valid JSON: {error.msg} at line {error.lineno}, column "
             f"{error.colno}, near {near!r}"
         ) from error
-    except (ValueError, RecursionError) as error:  # A number of 5,000 digits, say.
+    except (ValueError, RecursionError) as error:  # Such as 5,000 digits.
         raise _Problem(f"it is not usable JSON: {error}") from error
     if not isinstance(document, dict):
         raise _Problem(f"it is not a JSON object; got {_shown(document)}")
@@ -207,17 +207,17 @@ def _check_jobs(cluster: Mapping[str, object], *, allow_ps: bool = True) -> None
             )
         if not tasks:
             raise _Problem(
-                f"job {job!r} has no tasks; expected their addresses, or no such job"
+                f"job {job!r} has no tasks; list their addresses, or remove the job"
             )
         if job in _ONE_TASK_JOBS and len(tasks) > 1:
             raise _Problem(
-                f"there may be one {job} only; got {len(tasks)}: {_shown(tasks)}"
+                f"there may be only one {job}; got {len(tasks)}: {_shown(tasks)}"
             )
         if job == "ps" and not allow_ps:
             raise _Problem(
                 "there are parameter servers, job 'ps', which only "
                 "ParameterServerStrategy uses; use rx.ParameterServerStrategy(), or "
-                "leave 'ps' out"
+                "remove 'ps'"
             )
         for index, text in enumerate(tasks):
             name = task_name(job, index)
@@ -236,16 +236,16 @@ def _check_distinct(addresses: Sequence[tuple[str, str, Address]]) -> None:
         tasks.append(task)
         if len(tasks) > 1:
             raise _Problem(
-                f"address {text!r} is given to {listed(tasks)}; expected a port of its "
-                "own for each task of a machine"
+                f"address {text!r} is given to {listed(tasks)}; expected a different "
+                "port for each task of a machine"
             )
 
 
 def _check_loopback(addresses: Sequence[tuple[str, str, Address]]) -> None:
     # No task connects to an evaluator.
-    connected = [a for a in addresses if not a[0].startswith("evaluator:")]
-    local = [f"{task} ({text!r})" for task, text, a in connected if a.is_loopback]
-    if local and len(local) < len(connected):
+    servers = [a for a in addresses if not a[0].startswith("evaluator:")]
+    local = [f"{task} ({text!r})" for task, text, a in servers if a.is_loopback]
+    if local and len(local) < len(servers):
         raise _Problem(
             f"other machines cannot reach {listed(local)}; expected names or addresses "
             "that all machines of the cluster can reach"
@@ -259,7 +259,7 @@ def _check_task(cluster: Mapping[str, object], job: object, index: object) -> No
         raise _Problem("the task's 'type' is missing; expected the job of this process")
     if not isinstance(job, str) or job not in JOBS:
         raise _Problem(f"the task's type {_shown(job)} is no job; {_nearest(job)}")
-    # An evaluator works beside the cluster and need not be listed in it.
+    # The cluster need not list its evaluator.
     if job not in cluster and job != "evaluator":
         jobs = ", ".join(map(repr, cluster))
         raise _Problem(
@@ -285,7 +285,7 @@ def _nearest(job: object) -> str:
     if not isinstance(job, str):
         return f"there are {', '.join(JOBS)}"
     if job == "master":
-        return "it is TensorFlow 1's name of the chief: write 'chief'"
+        return "TensorFlow 1 called the chief so: write 'chief'"
     near = get_close_matches(job[:40].lower(), JOBS, n=1)
     hint = f"did you mean {near[0]!r}? There" if near else "there"
     return f"{hint} are {', '.join(JOBS)}"

@@ -1,9 +1,8 @@
 """Runs JAX's coordination service in a separate small process beside worker 0.
 
-Inside worker 0 the service would die with that process, and JAX aborts every process
-whose coordination service is gone, before it can name the missing worker. As a separate
-process, in its own session, the service outlives worker 0 until no other process is
-connected.
+Inside worker 0 the service would die with worker 0. JAX then aborts the other processes
+before they can name the lost worker. As a separate process, in its own session, the
+service outlives worker 0 until no other process is connected.
 """
 
 import importlib
@@ -34,23 +33,23 @@ def start(
     """Start the service's process and wait until it listens.
 
     Args:
-        port: The port that it listens on.
+        port: The port that the service listens on.
         num_processes: Number of processes that will connect.
-        linger_seconds: Maximal time that it serves after the end of this process. On
-            Linux it ends when the last client has disconnected.
-        host: The name or IP address that it listens on; None: all of this machine's.
-        timeout: Seconds until it must listen.
+        linger_seconds: Maximal time that the service runs after the end of this
+            process. On Linux it ends when the last client has disconnected.
+        host: The name or IP address to listen on; None: all of this machine's.
+        timeout: Seconds until the service must listen.
 
     Returns:
-        The process, which ends soon if nothing holds its standard input open.
+        The process, which ends after its standard input is closed.
 
     Raises:
-        OSError: If it could not be started.
+        OSError: If the service does not start.
     """
-    place = f"[{host}]" if host is not None and ":" in host else host or "[::]"
-    arguments = [place, str(port), str(num_processes), str(linger_seconds)]
+    bind_host = f"[{host}]" if host is not None and ":" in host else host or "[::]"
+    arguments = [bind_host, str(port), str(num_processes), str(linger_seconds)]
     process = subprocess.Popen(
-        # As a file: the package would import Keras. -P: no import of its siblings.
+        # Run as a file: the package imports Keras. -P: do not import sibling files.
         [sys.executable, "-P", __file__, *arguments],
         env={
             **os.environ,
@@ -60,7 +59,7 @@ def start(
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # A kill of worker 0 may go to its process group: the service must survive.
+        # A signal to worker 0's process group must not end the service.
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -86,39 +85,38 @@ def serve(arguments: Sequence[str]) -> None:
 
     This is the main function of the service's process.
     """
-    place, port, num_processes, linger_seconds = arguments
+    bind_host, port, num_processes, linger_seconds = arguments
     # Worker 0 handles signals that a terminal sends to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # JAX itself would take a second to import.
-    service_of = importlib.import_module("jaxlib._jax").get_distributed_runtime_service
-
-    service = service_of(
-        f"{place}:{port}",
+    # The import of JAX itself takes a second.
+    jaxlib = importlib.import_module("jaxlib._jax")
+    service = jaxlib.get_distributed_runtime_service(
+        f"{bind_host}:{port}",
         int(num_processes),
-        # Far beyond the workers' own deadlines, whose errors say more than JAX's abort.
+        # The workers' own deadlines are shorter, and their errors name the worker.
         heartbeat_timeout=24 * 3600,
         shutdown_timeout=10,
-        # JAX times heartbeats by the wall clock: when that is set back, all are late.
-        # The loss of a recoverable task is not broadcast.
+        # JAX measures heartbeats by the wall clock: if that is set back, all are late.
+        # The service does not broadcast the loss of a recoverable task.
         recoverable=True,
     )
     sys.stdout.buffer.write(_READY)
     sys.stdout.close()
     sys.stdin.buffer.read()  # Until worker 0 has ended, by itself or by a signal.
-    # Readers of worker 0's output wait until stderr is closed.
+    # Readers of worker 0's output wait until this process closes stderr.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     # JAX aborts a process that is still connected when the service ends.
     end = time.monotonic() + float(linger_seconds)
     while time.monotonic() < end and _is_connected(int(port)):
         time.sleep(_POLL_SECONDS)
     service.shutdown()
-    # Open calls of dead workers would keep the service's destructor waiting.
+    # The service's destructor would wait for open calls of dead workers.
     os._exit(0)
 
 
 def _is_connected(port: int) -> bool:
-    """Whether a process is connected to `port`; True where the system does not tell."""
+    """Whether a process is connected to `port`; True if the system has no `/proc`."""
     tables = [path for path in map(Path, _SOCKETS) if path.exists()]
     lines = [line for path in tables for line in path.read_text().splitlines()[1:]]
     for line in lines:

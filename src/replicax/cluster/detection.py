@@ -1,4 +1,4 @@
-"""Chooses among the launchers' descriptions of the cluster; an error if they differ."""
+"""Detects this process' launcher and cluster; an error if two launchers disagree."""
 
 import os
 from typing import Any
@@ -57,7 +57,7 @@ ENVIRONMENTS: dict[str, ClusterEnvironment] = {
         variables.InitializedJax(),
     )
 }
-"""All launchers by name; an inner launcher comes before those that may start it."""
+"""All launchers by name; a launcher comes before launchers that may start it."""
 
 
 class RunningCluster(KnownCluster):
@@ -72,7 +72,7 @@ class RunningCluster(KnownCluster):
 def resolve(
     name: str | None, timeouts: Timeouts, caller: str
 ) -> tuple[ClusterResolver, Membership]:
-    """Find this process' cluster; wait for the others if their addresses are unknown.
+    """Find this process' cluster; exchange addresses if the launcher lists none.
 
     Args:
         name: The launcher's name, `"alone"`, or None to detect it.
@@ -80,12 +80,12 @@ def resolve(
         caller: The public call to name in errors.
 
     Returns:
-        A resolver, without tasks if this process trains alone, and this process' place
+        A resolver, without tasks if this process trains alone, and the process' place
         among the launcher's processes.
 
     Raises:
         ClusterConfigError: If variables are malformed or missing, or if two launchers
-            contradict each other.
+            disagree.
         ClusterError: If a process is missing at the start-up deadline.
         ValueError: For an unknown name.
     """
@@ -117,45 +117,43 @@ def resolve(
 def detect(
     name: str | None, caller: str
 ) -> tuple[ClusterEnvironment | None, Membership]:
-    """Read the launchers' variables; without any: None, and a place among one."""
+    """Detect the launcher; return None and a single process if there is none."""
     if name is not None:
         return _named(name, caller)
-    usable, incomplete = _read_all()
-    is_single = bool(usable) and usable[0][1].count == 1
-    if errors := [e for e in incomplete if not usable or (is_single and e.count > 1)]:
+    complete, incomplete = _read_all()
+    is_single = bool(complete) and complete[0][1].count == 1
+    if errors := [e for e in incomplete if not complete or (is_single and e.count > 1)]:
         raise IncompleteError("\n".join(e.problem for e in errors))
-    for other in usable[1:]:
-        _check_agreement(usable[0], other, caller)
-    return usable[0] if usable else (None, Membership())
+    for other in complete[1:]:
+        _check_agreement(complete[0], other, caller)
+    return complete[0] if complete else (None, Membership())
 
 
 def _read_all() -> tuple[
     list[tuple[ClusterEnvironment, Membership]], list[IncompleteError]
 ]:
-    """Read all launchers' variables; errors only of launchers before the first usable.
+    """Read all launchers' variables.
 
-    Returns the usable launchers, and the errors.
+    Returns the launchers with complete variables, and the errors of launchers that
+    precede the first complete one.
     """
-    usable: list[tuple[ClusterEnvironment, Membership]] = []
+    complete: list[tuple[ClusterEnvironment, Membership]] = []
     incomplete: list[IncompleteError] = []
     for environment in ENVIRONMENTS.values():
         try:
             if environment.detect():
-                usable.append((environment, environment.membership()))
+                complete.append((environment, environment.membership()))
         except IncompleteError as error:
-            if not usable:
+            if not complete:
                 incomplete.append(error)
         except ClusterConfigError:
-            if not usable:
+            if not complete:
                 raise
-    return usable, incomplete
+    return complete, incomplete
 
 
 def local_devices(place: Membership) -> list[int] | None:
-    """The GPU of this process, by its index among the processes of its machine.
-
-    None: all GPUs that the process sees.
-    """
+    """Choose this process' GPU by its index on the machine; None: all visible GPUs."""
     if place.local is None or "JAX_LOCAL_DEVICE_IDS" in os.environ or is_tpu_vm():
         return None
     index, count = place.local
@@ -187,22 +185,22 @@ def _check_agreement(
 ) -> None:
     """Raise a `ClusterConfigError` if two launchers describe different jobs."""
     (inner, first), (outer, second) = chosen, other
-    is_same = first.count == second.count and (
+    agrees = first.count == second.count and (
         first.index == second.index or None in (first.index, second.index)
     )
     if outer.name != "jax.distributed":
-        is_same |= second.count in (1, first.outer_count)
-        is_same |= first.outer_count == 0 and second.count < first.count
-        is_same |= first.count > 1 and outer.name in inner.replaces
-    if not is_same:
+        agrees |= second.count in (1, first.outer_count)
+        agrees |= first.outer_count == 0 and second.count < first.count
+        agrees |= first.count > 1 and outer.name in inner.replaces
+    if not agrees:
         raise ClusterConfigError(
-            f"{caller}: two launchers contradict each other. {_view(*chosen)}; "
-            f"{_view(*other)}. Unset the variables of one, or choose: "
+            f"{caller}: two launchers contradict each other. {_claim(*chosen)}; "
+            f"{_claim(*other)}. Unset the variables of one, or choose: "
             f"cluster_resolver={inner.name!r} or {outer.name!r}. {ALONE}"
         )
 
 
-def _view(environment: ClusterEnvironment, place: Membership) -> str:
+def _claim(environment: ClusterEnvironment, place: Membership) -> str:
     task = "no worker" if place.index is None else f"process {place.index}"
     return (
         f"{environment.name} says {task} of {place.count} ({environment.described()})"

@@ -1,9 +1,9 @@
 """Logs a worker's collective operations, and checks that all workers' logs are equal.
 
 Workers that dispatch different programs deadlock, or compute with different values.
-Each heartbeat carries the number and a rolling checksum of the worker's operations. A
-worker with at least as many operations compares the checksums. Only if they differ do
-the workers exchange the logs themselves.
+Each heartbeat carries the number and a rolling checksum of the worker's operations. Of
+two workers, the worker with the longer log compares the checksums. If checksums differ,
+all workers exchange the ends of their logs.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from replicax.cluster.store import Store
 __all__ = ["Difference", "DispatchLog", "LogTail", "Operation", "OrderCheck"]
 
 _SIZE = 1 << 15
-"""Operations that the log keeps: several seconds at least."""
+"""Number of operations that the log keeps: the last seconds, at least."""
 _LOGS = "replicax/order"
 _WAIT_SECONDS = 3.0
-"""Wait for the logs of workers that may be lost."""
+"""Deadline of the other workers' logs: a worker may be lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Operation:
     """A program, or another operation that all workers do in the same order.
 
     Attributes:
-        name: Its name in messages, such as `"run(train_step (line 12))"`.
+        name: The name in messages, such as `"run(train_step (line 12))"`.
         mark: A unique identifier, equal on all workers and prefix-free.
-        num_steps: Number of steps in it.
+        num_steps: Number of training steps in the operation.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Operation:
 
     @property
     def is_program(self) -> bool:
-        """Whether it is a program that all workers have agreed on."""
+        """Whether the operation is a program that all workers have agreed on."""
         return self.mark.startswith(b"program ")
 
 
@@ -62,25 +62,25 @@ class LogTail:
 
     def encode(self) -> str:
         """Serialize the tail as JSON, with each distinct operation once."""
-        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(self.operations))}
-        fields = [[x.name, x.mark.decode(), x.num_steps] for x in kinds]
-        order = [kinds[x] for x in self.operations]
+        indices = {x: i for i, x in enumerate(dict.fromkeys(self.operations))}
+        fields = [[x.name, x.mark.decode(), x.num_steps] for x in indices]
+        order = [indices[x] for x in self.operations]
         return json.dumps([self.after, self.steps, fields, order, self.has_ended])
 
     @classmethod
     def decode(cls, text: str) -> "LogTail":
         """Deserialize the result of `encode`."""
         after, steps, fields, order, has_ended = json.loads(text)
-        kinds = [Operation(name, mark.encode(), num) for name, mark, num in fields]
-        return cls(after, steps, [kinds[i] for i in order], has_ended)
+        distinct = [Operation(name, mark.encode(), num) for name, mark, num in fields]
+        return cls(after, steps, [distinct[i] for i in order], has_ended)
 
     @property
     def end(self) -> int:
-        """Number of all operations of the log."""
+        """Number of operations in the whole log."""
         return self.after + len(self.operations)
 
     def at(self, number: int) -> Operation | None:
-        """The operation at index `number` of the log; None: not in the tail."""
+        """The operation at index `number` of the log; None if it is not in the tail."""
         is_in_tail = self.after <= number < self.end
         return self.operations[number - self.after] if is_in_tail else None
 
@@ -94,27 +94,27 @@ class LogTail:
 class DispatchLog:
     """The log of this worker's collective operations.
 
-    A step pays for one append to a list (measured: 0.03 us). The heartbeat thread
-    computes the checksums, later.
+    A step only appends to a list (measured: 0.03 us). The heartbeat thread computes the
+    checksums later.
 
     Attributes:
-        note: Appends an `Operation` that this worker begins.
+        note: Logs an `Operation` that this worker begins.
     """
 
     def __init__(self) -> None:
         self._operations: list[Operation] = []
         self.note: Callable[[Operation], None] = self._operations.append
-        self._batches: list[Operation] = []  # Read, and not yet logged.
+        self._batches: list[Operation] = []  # Logged with the next program.
         self._num_dropped = 0
-        # Checksum and number of steps after the first i operations that are kept.
+        # Checksums and numbers of steps after 0, 1, 2, ... of the kept operations.
         self._sums = [(0, 0)]
         self._summing = threading.Lock()
         self._main_thread = threading.main_thread().ident
 
     def note_batch(self, operation: Operation) -> None:
-        """Note that the script reads a batch, to be logged with the next program.
+        """Remember that the script reads a batch, to log it with the next program.
 
-        Batches without a program are not logged: a worker may read ahead of the others,
+        The log skips batches without a program: a worker may read ahead of the others,
         or stop reading.
         """
         if threading.get_ident() == self._main_thread:
@@ -148,7 +148,7 @@ class DispatchLog:
         with self._summing:
             self._sum()
             excess = len(self._operations) - _SIZE
-            if excess > _SIZE:  # Seldom: it moves all others.
+            if excess > _SIZE:  # Seldom, because `del` moves the other operations.
                 del self._operations[:excess], self._sums[:excess]
                 self._num_dropped += excess
             return self._num_dropped + len(self._sums) - 1, *self._sums[-1]
@@ -161,7 +161,7 @@ class DispatchLog:
             return self._sums[index][0] if 0 <= index < len(self._sums) else None
 
     def since(self, count: int, *, has_ended: bool) -> LogTail:
-        """The log's tail after the first `count` operations, or what is kept of it."""
+        """The log's tail after `count` operations, or as much of it as is kept."""
         with self._summing:
             self._sum()
             index = min(max(0, count - self._num_dropped), len(self._sums) - 1)
@@ -183,7 +183,7 @@ class Difference:
 
     Attributes:
         step: Number of steps before the difference.
-        operations: Each worker's operation there; None: its log ends, or is unknown.
+        operations: Each worker's operation there; None: the log's end, or unknown.
     """
 
     step: int
@@ -193,7 +193,7 @@ class Difference:
     def between(cls, tails: Sequence[LogTail | None]) -> "Difference | None":
         """Find the first difference between the tails of the workers' logs.
 
-        A shorter tail, or None, is no difference unless its log has ended.
+        The end of a tail is a difference only if its log has ended. None: unknown.
         """
         present = [tail for tail in tails if tail is not None]
         if len(present) < 2:
@@ -212,7 +212,7 @@ class Difference:
 
     @classmethod
     def at_the_ends(cls, tails: Sequence[LogTail | None]) -> "Difference":
-        """Report the last operations, for logs that differ before their tails."""
+        """Return the last operations, for logs that differ before their tails."""
         steps = max(x.steps_before(x.end) for x in tails if x is not None)
         return cls(steps, tuple(tail and tail.at(tail.end - 1) for tail in tails))
 
@@ -222,7 +222,7 @@ class Difference:
 
     @property
     def culprit(self) -> int:
-        """Index of the first worker outside the majority; in a tie, unlike worker 0."""
+        """Index of the first worker outside the majority; of equal groups the first."""
         return self._first_unlike(max(self._marks, key=self._marks.count), 0)
 
     def other_than(self, index: int) -> int:
@@ -237,8 +237,8 @@ class OrderCheck:
     """Compares this worker's log with the others', and finds the first difference.
 
     Attributes:
-        difference: The first difference; None: none is known.
-        found_at: The time when the difference was found, by the monotonic clock.
+        difference: The first difference; None: unknown.
+        found_at: The time at which the check found it, by the monotonic clock.
         differs_after: Number of operations before which the logs agree; None: no
             difference is known.
     """
@@ -253,7 +253,7 @@ class OrderCheck:
         self._num_workers = num_workers
         self._index = index
         self._store = store
-        # For each other worker the number of operations in which the logs agree.
+        # By worker: the number of operations in which its log agrees with this one.
         self._agreed: dict[int, int] = {}
         self._published_at: float | None = None
 
@@ -270,19 +270,19 @@ class OrderCheck:
         The worker with the longer log compares; the other adopts its `differs_after`.
         """
         count, checksum = log
-        mine = self._log.checksum_at(count)
-        if mine == checksum:
+        own_checksum = self._log.checksum_at(count)
+        if own_checksum == checksum:
             self._agreed[index] = count
         if self.differs_after is not None:
             return
-        if mine is not None and mine != checksum:
+        if own_checksum is not None and own_checksum != checksum:
             self._agreed.setdefault(index, 0)
             self.differs_after = min(self._agreed.values())
         elif differs_after is not None:
             self.differs_after = differs_after
 
     def exchange_logs(self, *, has_left: bool) -> None:
-        """If the logs differ, publish this one's tail and look for the difference.
+        """If the logs differ, publish this log's tail, and find the first difference.
 
         Raises:
             StoreError: If the store does not answer.
@@ -294,8 +294,8 @@ class OrderCheck:
             self._store.put(f"{_LOGS}/{self._index}", tail.encode())
             self._published_at = time.monotonic()
         texts = self._store.read(_LOGS)
-        waits = time.monotonic() - self._published_at < _WAIT_SECONDS
-        if len(texts) < self._num_workers and waits:
+        is_early = time.monotonic() - self._published_at < _WAIT_SECONDS
+        if len(texts) < self._num_workers and is_early:
             return
         tails = [
             LogTail.decode(texts[str(i)]) if str(i) in texts else None

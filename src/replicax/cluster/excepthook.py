@@ -16,11 +16,11 @@ __all__ = ["report_exceptions", "retry_if_not_caught"]
 
 _COLLECTIVE_FAILED = ("unknown: gloo", "internal: gloo", "unavailable: gloo")
 _TRANSPORTS = ("gloo", "nccl", "connection", "socket", "coordinat")
-_GPU_OF_TWO = "duplicate gpu detected"  # NCCL's words.
+_SHARED_GPU = "duplicate gpu detected"  # NCCL's message.
 
 
 def retry_if_not_caught(name: str) -> None:
-    """Make an uncaught `ClusterError` of start-up exit with a retryable status."""
+    """Make an uncaught `ClusterError` at start-up exit with a retryable status."""
     previous = sys.excepthook
 
     def hook(
@@ -28,7 +28,7 @@ def retry_if_not_caught(name: str) -> None:
     ) -> None:
         previous(kind, error, trace)
         if isinstance(error, ClusterError):
-            end_process(_retryable(name, None, "start-up", error, {}))
+            end_process(_retry_report(name, None, "start-up", error, {}))
 
     sys.excepthook = hook
 
@@ -40,29 +40,29 @@ def report_exceptions(members: Workers, watch: Watch) -> None:
     def hook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):  # The report has the script's line.
+        if isinstance(error, KeyboardInterrupt):  # The report names the script's line.
             watch.fail(report_of(name, error, trace, steps=watch.steps))
         about_a_peer = _is_about_a_peer(error)
         if about_a_peer:
             # JAX repeats its message for every array.
             text = f"{kind.__name__}: {error}"[:500]
             print(f"replicax: {name}: {text}", file=sys.stderr, flush=True)
-            # Probably another worker died. Then the failure detector names that worker
-            # and ends this process during this wait.
+            # If another worker has died, the failure detector names that worker, and
+            # ends this process during this wait.
             time.sleep(members.timeouts.heartbeat + 3)
         previous(kind, error, trace)
-        if _GPU_OF_TWO in str(error).lower():
+        if _SHARED_GPU in str(error).lower():
             print(
                 f"replicax: {name}: two workers use the same GPU, and NCCL needs one "
-                "for each. Start one process on each machine: its strategy takes all "
-                "of the machine's GPUs. Or give each worker GPUs of its own with "
+                "for each. Start one process on each machine: its strategy uses all of "
+                "the machine's GPUs. Or assign GPUs to each worker with "
                 "CUDA_VISIBLE_DEVICES.",
                 file=sys.stderr,
                 flush=True,
             )
         if isinstance(error, ClusterError) and error.culprit is not None:
             # The culprit prints its own stack; this worker's stack is above.
-            watch.fail(_retryable(name, error.culprit, "stuck", error, watch.steps))
+            watch.fail(_retry_report(name, error.culprit, "stuck", error, watch.steps))
         steps = watch.steps
         watch.fail(
             report_of(name, error, trace, steps=steps, about_a_peer=about_a_peer)
@@ -71,7 +71,7 @@ def report_exceptions(members: Workers, watch: Watch) -> None:
     sys.excepthook = hook
 
 
-def _retryable(
+def _retry_report(
     task: str,
     culprit: str | None,
     kind: str,
@@ -95,7 +95,7 @@ def _is_about_a_peer(error: BaseException) -> bool:
     text = str(error).lower()
     if isinstance(error, jax.errors.JaxRuntimeError):
         # The error of a callback contains the text of its traceback.
-        is_own = "callback" in text or _GPU_OF_TWO in text
+        is_own = "callback" in text or _SHARED_GPU in text
         return not is_own and any(word in text for word in _TRANSPORTS)
     # JAX raises this if a collective fails while it is dispatched.
     return isinstance(error, ValueError) and text.startswith(_COLLECTIVE_FAILED)

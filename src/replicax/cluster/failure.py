@@ -36,7 +36,7 @@ __all__ = [
 
 ATTEMPT = "REPLICAX_ATTEMPT"
 """Environment variable: the number of restarts of this task so far."""
-_RESTARTS = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_RESTART_VARIABLES = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 REPORT_DIR = "REPLICAX_REPORT_DIR"
 """Environment variable: the folder for a task's `FailureReport`."""
@@ -55,7 +55,7 @@ _TRANSIENT_ERRNOS = frozenset(
 
 def num_restarts() -> int:
     """The number of restarts of this task so far, if its launcher counts them."""
-    values = (os.environ.get(name, "") for name in _RESTARTS)
+    values = (os.environ.get(name, "") for name in _RESTART_VARIABLES)
     return next((int(text) for text in values if text.isdecimal()), 0)
 
 
@@ -63,8 +63,8 @@ class ExitCode(enum.IntEnum):
     """The meaning of a task's exit status for its launcher.
 
     1 to 127 are permanent: the same run would fail again. 128 and above are retryable:
-    a restart of all tasks may succeed. Kubeflow's `restartPolicy: ExitCode` has the
-    same rule, and leaves 138 to users. After 130, Ctrl-C, nothing is restarted.
+    a restart of all tasks may succeed. Kubeflow's `restartPolicy: ExitCode` follows the
+    same rule, and reserves 138 for users. After 130, Ctrl-C, no task is restarted.
     """
 
     DONE = 0
@@ -102,19 +102,19 @@ def is_retryable(exit_code: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """The report of why a task ended.
+    """A report of the failure that ends a task.
 
     Attributes:
         task: The task that writes the report, such as `"worker:1"`.
         culprit: The task that failed first, as far as known; None: unknown.
         kind: `"exception"`, `"mismatch"`, `"order"` (workers did different things),
-            `"lost"` (a task died or does not answer), `"values lost"` (of a server),
+            `"lost"` (a task died or does not answer), `"values lost"` (by a server),
             `"stuck"`, `"start-up"`, `"preempted"` or `"interrupted"` (Ctrl-C).
         message: The cause, in full sentences.
-        traceback: The culprit's traceback, where there is one.
+        traceback: The culprit's traceback; None: unknown.
         steps: The last known step of each task.
         exit_code: The status with which the task exits.
-        time: Seconds since the epoch at which the task noticed.
+        time: The time at which the task noticed the failure, in seconds since 1970.
     """
 
     task: str
@@ -127,18 +127,18 @@ class FailureReport:
     time: float = dataclasses.field(default_factory=time.time)
 
     def write(self) -> None:
-        """Write the report to the folder that `REPORT_DIR` names, if it is set."""
-        name = _own_file(self.task, "json")
+        """Write the report to the folder in the variable `REPORT_DIR`, if it is set."""
+        name = _file_of(self.task, "json")
         leave_for_launcher(name, json.dumps(dataclasses.asdict(self)))
 
     @staticmethod
     def note_progress(task: str, steps: int) -> None:
-        """Write a task's step count to this folder, in case the task is killed."""
-        leave_for_launcher(_own_file(task, "steps"), str(steps))
+        """Write a task's step count to the same folder, in case the task is killed."""
+        leave_for_launcher(_file_of(task, "steps"), str(steps))
 
     @staticmethod
     def steps_by_task(folder: str | Path) -> dict[str, int]:
-        """Read the step count of each task that has written one to a folder."""
+        """Read the tasks' step counts in a folder."""
         paths = Path(folder).glob("*.steps")
         return {path.stem.replace("-", ":"): int(path.read_text()) for path in paths}
 
@@ -150,14 +150,14 @@ class FailureReport:
         return sorted(reports, key=lambda report: report.time)
 
 
-def _own_file(task: str, suffix: str) -> str:
+def _file_of(task: str, suffix: str) -> str:
     return f"{task.replace(':', '-')}.{suffix}"
 
 
 def leave_for_launcher(name: str, text: str) -> None:
-    """Write a file to the folder that `REPORT_DIR` names, if it is set.
+    """Write a file to the folder in the variable `REPORT_DIR`, if it is set.
 
-    A failure, as on a full disk, is logged: it must not change the task's exit status.
+    A failure, as on a full disk, is only logged, so the task's exit status stays.
     """
     folder = os.environ.get(REPORT_DIR)
     if not folder:
@@ -173,18 +173,18 @@ def leave_for_launcher(name: str, text: str) -> None:
 def end_process(report: FailureReport) -> NoReturn:
     """Print a report, write it for the launcher, and end the process at once.
 
-    It skips exit handlers: they may wait for peers, and the main thread may be inside a
-    collective that never returns. It ends the process even if it cannot write.
+    It skips exit handlers, which may wait for peers, and does not wait for the main
+    thread, which may be inside a collective. It also ends after a failure to write.
     """
     try:
         report.write()
-        _print_last_words(report)
+        _print_report(report)
     finally:
         faulthandler.disable()
         os._exit(report.exit_code)
 
 
-def _print_last_words(report: FailureReport) -> None:
+def _print_report(report: FailureReport) -> None:
     is_own = report.culprit == report.task and report.kind in ("exception", "mismatch")
     is_above = is_own or report.kind == "start-up"
     why = "because of the exception above" if is_above else report.message
@@ -205,8 +205,8 @@ def _print_last_words(report: FailureReport) -> None:
 def is_transient(error: BaseException) -> bool:
     """Whether an exception is transient, so that another attempt may succeed.
 
-    Transient are a lost peer (`ClusterError`), a lost connection, a timeout and an
-    error of the network or of storage, and exceptions with such a cause.
+    Transient errors are `ClusterError` (a lost peer), a lost connection, a timeout, and
+    an error of the network or of storage; also exceptions with such a cause.
 
     Example:
         >>> is_transient(ConnectionResetError()), is_transient(ValueError("n=-1"))
@@ -243,9 +243,9 @@ def report_of(
     steps: Mapping[str, int] | None = None,
     about_a_peer: bool = False,
 ) -> FailureReport:
-    """Make the report of a task whose script ends with an exception.
+    """Return the report of a task whose script ends with an exception.
 
-    `about_a_peer` says whether the loss of another worker may have caused it.
+    If `about_a_peer`, the loss of another worker may have caused the exception.
     """
     is_interrupt = isinstance(error, KeyboardInterrupt)
     mismatch = isinstance(error, ClusterMismatchError)

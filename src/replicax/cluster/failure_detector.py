@@ -1,4 +1,4 @@
-"""Finds the failed worker from the heartbeats of all, without clock or I/O."""
+"""Finds a failed worker from all workers' heartbeats, without clock or I/O."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from replicax.cluster.timeouts import Timeouts
 __all__ = ["Heartbeat", "Sign", "judge"]
 
 _GRACE_SECONDS = 3.0
-"""Time in which a script that waits may raise its own, more precise error."""
+"""Time for a waiting script to raise its own, more precise error."""
 _LEFT_SECONDS = 1.0
-"""Time until a judgement on a worker that has left: its last steps may arrive later."""
+"""Time for the last steps of a worker that has left to arrive."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -27,17 +27,16 @@ class Heartbeat:
         completed: Number of finished programs, as far as known.
         steps: Number of training and other steps in the dispatched programs.
         log: Number and checksum of the operations in its `DispatchLog`.
-        doing: The last of these operations.
-        differs_after: Number of operations in which the workers' logs agree, where
-            they are known to differ.
+        doing: Name of the last of these operations.
+        differs_after: Number of operations before the logs differ; None: no difference
+            is known.
         is_waiting: Whether its script waits in an exchange with all workers. The
             exchange raises an error of its own if a worker is missing.
         has_left: Whether its script has ended.
-        failure: The report of a worker that is ending; else None.
+        failure: The report of the failure that ends the worker; None: none.
         spent: Seconds of its own work, and of waiting for others.
-        frozen: The last step before the worker is held until all agree when to stop;
-            None: it is not held.
-        interrupted: Whether Ctrl-C has asked it to stop.
+        frozen: The step count when `StopRequest` froze it; None: no stop is requested.
+        interrupted: Whether Ctrl-C has requested a stop.
     """
 
     beat: int = 0
@@ -61,7 +60,7 @@ class Sign(Heartbeat):
 
     Attributes:
         name: The worker's task, such as `"worker:1"`.
-        address: `"host:port"`, or empty.
+        address: `"host:port"`; empty: unknown.
         seen_at: Arrival of the last heartbeat, by the clock of the judging worker.
         moved_at: Last change of `log`, by the same clock.
     """
@@ -73,7 +72,7 @@ class Sign(Heartbeat):
 
     @property
     def full_name(self) -> str:
-        """The name, with the address where there is one."""
+        """The name, with the address if it is known."""
         return f"{self.name} ({self.address})" if self.address else self.name
 
 
@@ -95,9 +94,9 @@ def judge(
         index: The worker that judges.
         now: The time, in seconds, by the clock of `seen_at` and `moved_at`.
         timeouts: The deadlines.
-        heard_at: The time of the last successful read of heartbeats. Silence after it
-            proves nothing about the other workers. Defaults to `now`.
-        difference: The difference between the workers' logs, if there is one.
+        heard_at: The time of the last successful read of heartbeats, up to which
+            silence is measured. Defaults to `now`.
+        difference: The first difference between the workers' logs; None: unknown.
         found_at: The time when the difference was found.
         is_settling: Whether the logs differ, but the first difference is unknown.
     """
@@ -180,8 +179,8 @@ def _left(me: Sign, signs: Sequence[Sign], now: float) -> FailureReport | None:
                 first,
                 "exited",
                 f"{first.full_name} ended its script after step {first.steps}, while "
-                f"{last.name} is at step {last.steps}. The one ended after "
-                f"{first.doing or 'nothing'}, the other is at {last.doing}. All "
+                f"{last.name} is at step {last.steps}. {first.name} ended after "
+                f"{first.doing or 'nothing'}, {last.name} is at {last.doing}. All "
                 "workers must run the same steps.",
                 signs,
             )
@@ -192,8 +191,8 @@ def _stuck(
     me: Sign, signs: Sequence[Sign], now: float, timeouts: Timeouts
 ) -> FailureReport | None:
     running = [sign for sign in signs if not sign.has_left]
-    quiet = now - max((sign.moved_at for sign in running), default=now)
-    if quiet <= timeouts.step or me.has_left:
+    unmoved = now - max((sign.moved_at for sign in running), default=now)
+    if unmoved <= timeouts.step or me.has_left:
         return None
     least = min(sign.dispatched for sign in running)
     behind = [sign for sign in running if sign.dispatched == least]
@@ -203,8 +202,8 @@ def _stuck(
             me,
             behind[0],
             "stuck",
-            f"{names} did not go on after step {behind[0].steps}, for which the others "
-            f"have waited {quiet:.0f} s, but is alive. Its script waits for something: "
+            f"{names} did not go on after step {behind[0].steps}, but is alive. The "
+            f"others have waited {unmoved:.0f} s. Its script waits for something: "
             "data, a lock, a service.",
             signs,
         )
@@ -214,7 +213,7 @@ def _stuck(
             None,
             "stuck",
             f"step {me.steps} runs on all workers and has not finished in "
-            f"{quiet:.0f} s. The devices or the network between them hang; a step "
+            f"{unmoved:.0f} s. The devices or the network between them hang; a step "
             "that takes longer needs a larger rx.Timeouts(step=...).",
             signs,
         )

@@ -27,10 +27,10 @@ from replicax.errors import ClusterConfigError, ClusterError
 
 __all__ = ["join", "join_running", "running_cluster"]
 
-_JAX_TIMEOUT = 24 * 3600  # The watch's heartbeats are faster and name the worker.
+_JAX_TIMEOUT = 24 * 3600  # `Watch` finds a lost worker earlier and names it.
 _joined: tuple[tuple[ClusterSpec, int], Workers] | None = None
 _service: "subprocess.Popen[bytes] | None" = None
-"""The coordination service, which ends when this process does."""
+"""The process of the coordination service, which ends after this process."""
 
 
 def join(
@@ -40,20 +40,20 @@ def join(
     source: str,
     local_devices: Sequence[int] | None = None,
 ) -> Workers:
-    """Join a cluster: wait for its other workers. A process joins one cluster at most.
+    """Connect to the cluster's other workers. A process joins one cluster at most.
 
     Args:
         cluster: The cluster; its chief and workers train together.
         index: This process' index among them.
         timeouts: The deadlines.
         source: The source of the cluster's description, for messages.
-        local_devices: The GPUs of this process, where several share them; None: all.
+        local_devices: Indices of the GPUs that this process uses; None: all.
 
     Raises:
         ClusterError: If a worker is missing at the start-up deadline.
         ClusterConfigError: If the first worker's port is taken, if the workers have
             different clusters, or if this process is in another cluster already.
-        RuntimeError: If JAX has started its devices before.
+        RuntimeError: If JAX has already started its devices.
     """
     global _joined
     key = (cluster, index)
@@ -71,8 +71,8 @@ def join(
         raise ClusterConfigError(
             f"jax.distributed.initialize was called for process {jax.process_index()} "
             f"of {jax.process_count()}, but {source} says process {index} of "
-            f"{len(tasks)} ({listed(task.name for task in tasks)}). Leave the call "
-            "out, or make them agree."
+            f"{len(tasks)} ({listed(task.name for task in tasks)}). Remove the "
+            "call, or make both agree."
         )
     members = Workers(
         [task.name for task in tasks],
@@ -91,7 +91,7 @@ def join(
 
 
 def join_running(timeouts: Timeouts) -> Workers:
-    """Join the job that `jax.distributed` is connected to, or else detects."""
+    """Join the job of `jax.distributed`, after connecting it if necessary."""
     if not jax.distributed.is_initialized():
         _check_devices_not_started()
         jax.distributed.initialize(
@@ -106,7 +106,7 @@ def join_running(timeouts: Timeouts) -> Workers:
 def running_cluster() -> ClusterSpec:
     """The cluster that this process is connected to.
 
-    JAX does not expose addresses: they are empty, unless `join` has connected.
+    Addresses are empty unless `join` connected the process: JAX does not expose them.
     """
     if _joined is not None:
         return _joined[0][0]
@@ -166,7 +166,7 @@ def _initialize(
         )
     except jax.errors.JaxRuntimeError as error:
         raise ClusterError(
-            f"{tasks[index].name}: all workers came, but JAX's coordination service at "
+            f"{tasks[index].name}: all workers met, but JAX's coordination service at "
             f"{tasks[0].address} did not connect them within {timeouts.startup:.0f} s: "
             f"{error}. Look for a worker that ended at its start."
         ) from error
@@ -189,18 +189,18 @@ def _leave(members: Workers, watch: Watch) -> None:
         return [sign.full_name for sign in watch.signs if not sign.has_left]
 
     def have_all_ended() -> bool | None:
-        if not running() and watch.all_did_the_same:
+        if not running() and watch.has_equal_logs:
             return True
         return False if watch.is_missed else None
 
     def late() -> NoReturn:
-        late_ones = running()
+        late_workers = running()
         watch.fail(
             FailureReport(
                 task=members.name,
-                culprit=late_ones[0].split(" ")[0],
+                culprit=late_workers[0].split(" ")[0],
                 kind="lost",
-                message=f"{listed(late_ones)} did not come to the end of the script"
+                message=f"{listed(late_workers)} did not come to the end of the script"
                 f" within {members.timeouts.shutdown:.0f} s "
                 "(rx.Timeouts(shutdown=...)).",
                 exit_code=int(ExitCode.RETRY),
@@ -218,7 +218,7 @@ def _leave(members: Workers, watch: Watch) -> None:
         print(
             f"replicax: {members.name} ended its script, but "
             f"{listed(running(), nobody='another worker')} "
-            "needed it for more steps. All workers must run the same steps.",
+            "still needed it for a step. All workers must run the same steps.",
             file=sys.stderr,
         )
     watch.close()

@@ -27,7 +27,7 @@ class KubernetesClusterResolver(KnownCluster):
       `JOBSET_REPLICATED_JOB_NAME`, set in the manifest by `fieldRef` from the
       annotations `jobset.sigs.k8s.io/jobset-name` and `.../replicatedjob-name`. Pods
       are `<jobset>-<replicated job>-0-<index>.<service>`.
-    - In a Job without a JobSet: `HOSTNAME`, from which the Job's name is taken. Pods
+    - In a Job without a JobSet: `HOSTNAME`, which contains the Job's name. Pods
       are `<job>-<index>.<service>`.
 
     Args:
@@ -66,14 +66,14 @@ class KubernetesClusterResolver(KnownCluster):
     ) -> None:
         if (num_workers is None) == (jobs is None):
             raise _error(
-                f"either num_workers or jobs is needed; got num_workers={num_workers}, "
+                f"expected either num_workers or jobs; got num_workers={num_workers}, "
                 f"jobs={jobs}"
             )
         counts = {"worker": num_workers or 0} if jobs is None else dict(jobs)
         if any(job not in JOBS or n < 1 for job, n in counts.items()) or not counts:
             raise _error(
-                f"there must be pods of some of the jobs {', '.join(JOBS)}; got "
-                f"{counts}"
+                f"each job must be one of {', '.join(JOBS)} and have 1 pod or more; "
+                f"got {counts}"
             )
         index = _index()
         if jobs is None:
@@ -88,12 +88,12 @@ class KubernetesClusterResolver(KnownCluster):
         if index >= counts[own]:
             raise _error(
                 f"JOB_COMPLETION_INDEX is {index}, but there are {counts[own]} pods of "
-                f"job {own!r}; expected the Job's 'completions'"
+                f"job {own!r}; that number must be the Job's 'completions'"
             )
         service = service or os.environ.get("JOBSET_NAME")
         if not service:
             raise _error(
-                "the pods' headless service is not known; pass service=, the value of "
+                "the pods' headless service is unknown; pass service=, the value of "
                 "'subdomain' in the pod template"
             )
         for label in (service, *(f"{names[job]}-{n - 1}" for job, n in counts.items())):
@@ -120,7 +120,7 @@ def _index() -> int:
 
 
 def _own_name(index: int) -> str:
-    """The name of this pod's Job, without the index."""
+    """Read the name of this pod's Job."""
     if jobset := os.environ.get("JOBSET_NAME"):
         return f"{jobset}-{_exposed(*_REPLICATED_JOB)}-0"
     host = os.environ.get("HOSTNAME", "")
@@ -137,7 +137,7 @@ def _exposed(name: str, annotation: str) -> str:
     if os.environ.get("JOBSET_JOB_INDEX", "0") != "0":
         raise _error(
             f"JOBSET_JOB_INDEX is {os.environ['JOBSET_JOB_INDEX']!r}; expected '0': "
-            "one Job of several pods for each replicated job, replicas: 1"
+            "each replicated job must have one Job, replicas: 1"
         )
     if not os.environ.get(name):
         raise _error(

@@ -1,8 +1,8 @@
 """Chooses the addresses that a task and its Gloo listen on.
 
 A task listens on the address in the cluster's description. Gloo (all-reduce between
-CPUs) listens by default on the address of the machine's own name: on many systems
-127.0.0.1 or 127.0.1.1, which other machines cannot reach. Tested with JAX 0.10 to 0.12.
+CPUs) listens by default on the address of the machine's own name: on many systems a
+loopback address, which other machines cannot reach. Tested with JAX 0.10 to 0.12.
 """
 
 import contextlib
@@ -32,30 +32,32 @@ _log = logging.getLogger("replicax")
 def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
     """Return the host that a task binds to, so that the others can reach it.
 
-    None: all addresses of this machine, for a host that is not one of them here.
+    None binds to all addresses of this machine, if the host resolves to none of them,
+    or only to loopback addresses although another machine must connect.
 
     Example:
         >>> host_to_bind(Address("localhost", 1), [Address("localhost", 2)])
         'localhost'
     """
-    here = [ip for ip in _addresses_of(own.host) if _is_of_this_machine(ip)]
-    if not here:
+    local_ips = [ip for ip in _ips_of(own.host) if _is_of_this_machine(ip)]
+    if not local_ips:
         _log.info(
-            "%s is no address of this machine itself, as behind a service or NAT; the "
+            "%s is not an address of this machine, as behind a service or NAT; the "
             "task listens on all networks.",
             own.host,
         )
         return None
-    if not own.is_loopback and all(ipaddress.ip_address(x).is_loopback for x in here):
-        # As on Debian: the machine's own name is 127.0.1.1 here, not elsewhere.
-        elsewhere = [x for x in others if x.host != own.host and not x.is_loopback]
-        if elsewhere:
+    resolves_to_loopback = all(ipaddress.ip_address(ip).is_loopback for ip in local_ips)
+    if resolves_to_loopback and not own.is_loopback:
+        # Debian resolves a machine's own name to 127.0.1.1 on the machine itself.
+        remote = [x for x in others if x.host != own.host and not x.is_loopback]
+        if remote:
             _log.info(
                 "%s is %s here, where %s cannot reach it; the task listens on all "
                 "networks.",
                 own.host,
-                here[0],
-                elsewhere[0].host,
+                local_ips[0],
+                remote[0].host,
             )
             return None
     return own.host
@@ -63,19 +65,19 @@ def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
 
 @contextlib.contextmanager
 def listener(host: str | None, port: int) -> Iterator[list[socket.socket]]:
-    """Accept connections at a port of the host from `host_to_bind`; yield the sockets.
+    """Listen on a port of `host`, the result of `host_to_bind`; yield the sockets.
 
     Raises:
         OSError: If the port is taken.
     """
-    both = host is None and socket.has_dualstack_ipv6()
-    own = [""] if host is None else filter(_is_of_this_machine, _addresses_of(host))
+    is_dual = host is None and socket.has_dualstack_ipv6()
+    ips = [""] if host is None else filter(_is_of_this_machine, _ips_of(host))
     servers: list[socket.socket] = []
     with contextlib.ExitStack() as sockets:
-        for ip in own:
-            family = socket.AF_INET6 if both or ":" in ip else socket.AF_INET
+        for ip in ips:
+            family = socket.AF_INET6 if is_dual or ":" in ip else socket.AF_INET
             server = socket.create_server(
-                (ip, port), family=family, dualstack_ipv6=both
+                (ip, port), family=family, dualstack_ipv6=is_dual
             )
             servers.append(sockets.enter_context(server))
         yield servers
@@ -91,7 +93,7 @@ def await_own_name(task: str, address: str, seconds: float) -> None:
     """Wait until DNS knows the host of a task's own address, at most for `seconds`."""
     host = parse_address(address).host
     wait_for(
-        lambda: _addresses_of(host) or None,
+        lambda: _ips_of(host) or None,
         seconds,
         late=list,
         reminder=lambda waited: (
@@ -103,7 +105,7 @@ def await_own_name(task: str, address: str, seconds: float) -> None:
     )
 
 
-def _addresses_of(host: str) -> list[str]:
+def _ips_of(host: str) -> list[str]:
     try:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:  # The name does not resolve here.
@@ -124,8 +126,8 @@ def _is_of_this_machine(ip: str) -> bool:
 def set_gloo_address(peers: Iterable[str]) -> None:
     """Make Gloo listen on the address that the other workers can reach.
 
-    Call it before JAX's devices are started. Without the address of a peer, Gloo's
-    default stays.
+    Call it before JAX starts its devices. If there is no route to a peer, Gloo keeps
+    its default.
     """
     address = local_address(peers)
     keywords = {} if address is None else {"hostname": address}
@@ -135,18 +137,18 @@ def set_gloo_address(peers: Iterable[str]) -> None:
 def local_address(peers: Iterable[str]) -> str | None:
     """This machine's IP address on the route to a peer; None without a route.
 
-    A loopback address only if all peers are on this machine.
+    It is a loopback address only if all peers are on this machine.
 
     Example:
         >>> local_address(["127.0.0.1:2222"])
         '127.0.0.1'
     """
-    own = [address for address in map(_towards, peers) if address is not None]
-    outside = [a for a in own if not ipaddress.ip_address(a).is_loopback]
-    return next(iter(outside + own), None)
+    ips = [ip for ip in map(_source_ip, peers) if ip is not None]
+    external = [ip for ip in ips if not ipaddress.ip_address(ip).is_loopback]
+    return next(iter(external + ips), None)
 
 
-def _towards(peer: str) -> str | None:
+def _source_ip(peer: str) -> str | None:
     host, port = parse_address(peer)
     try:
         family, kind, _, _, address = socket.getaddrinfo(

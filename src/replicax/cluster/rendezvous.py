@@ -1,8 +1,8 @@
 """Rendezvous of the processes of a job at the address of process 0.
 
-Each process sends its index to process 0. When all have connected, process 0 sends them
-the addresses of all: the host that each connects from, and the free port that it sends.
-At the deadline process 0 sends an error that names the missing processes.
+Each process sends its index and a free port to process 0. Process 0 adds the host that
+the process connects from, and finally sends all addresses to each process. At the
+deadline process 0 sends an error that names the missing processes.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ __all__ = ["await_workers", "collect_addresses"]
 
 _MAX_BYTES = 2**24
 _POLL_SECONDS = 0.5
-_GRACE_SECONDS = 5.0  # For the error of process 0, which names the absent ones.
+_GRACE_SECONDS = 5.0  # Wait for process 0's error, which names missing processes.
 _MORE_TIME = "or give it more time (rx.Timeouts(startup=...))"
 
 
 def collect_addresses(
     launcher: str, index: int, count: int, coordinator: str, seconds: float
 ) -> list[str]:
-    """Exchange addresses with the launcher's other processes; the ports are free.
+    """Exchange addresses, with free ports, with the launcher's other processes.
 
     Raises:
         ClusterError: If a process is missing after `seconds`.
@@ -76,20 +76,20 @@ def _meet(
     seconds: float,
 ) -> list[str]:
     if hello["index"] != 0:
-        return _report(coordinator, hello, names, seconds)
+        return _await_addresses(coordinator, hello, names, seconds)
     server = parse_address(coordinator)
-    # Where this machine's own name is 127.0.1.1, as on Debian, it is not elsewhere.
-    elsewhere = [] if server.is_loopback else [Address("elsewhere", 1)]
+    # Other machines may connect: do not bind to the loopback address of a host name.
+    remote = [] if server.is_loopback else [Address("another-machine", 1)]
     with contextlib.ExitStack() as stack:
         try:
             sockets = stack.enter_context(
-                listener(host_to_bind(server, elsewhere), server.port)
+                listener(host_to_bind(server, remote), server.port)
             )
         except OSError as error:
             raise ClusterConfigError(
                 f"{hello['launcher']}: {names[0]} must listen on {coordinator}, but "
                 f"its port cannot be used: {error.strerror}. Another program, or "
-                f"another start of the same task, has it. End that, or {remedy}."
+                f"another start of the same task, uses it. End that one, or {remedy}."
             ) from error
         return _Register(sockets, server, hello, names).collect(coordinator, seconds)
 
@@ -108,11 +108,11 @@ class _Register:
         self._own = own
         self._hello = hello
         self._names = names
-        self._strangers: list[socket.socket] = []
+        self._unidentified: list[socket.socket] = []
         self._members: dict[int, tuple[socket.socket, str]] = {}
 
     def collect(self, coordinator: str, seconds: float) -> list[str]:
-        """Wait for all processes, and send each the addresses of all."""
+        """Wait for all processes, and send all addresses to each."""
         launcher = self._hello["launcher"]
 
         def late() -> NoReturn:
@@ -142,12 +142,12 @@ class _Register:
 
     def _poll(self) -> list[str] | None:
         owners = {member[0]: i for i, member in self._members.items()}
-        sockets = [*self._servers, *self._strangers, *owners]
+        sockets = [*self._servers, *self._unidentified, *owners]
         for ready in select.select(sockets, [], [], _POLL_SECONDS)[0]:
             if ready in self._servers:
-                self._strangers.append(ready.accept()[0])
+                self._unidentified.append(ready.accept()[0])
             elif ready not in owners:
-                self._strangers.remove(ready)
+                self._unidentified.remove(ready)
                 self._admit(ready, _receive(ready))
             elif not _receive(ready):  # The process has ended; its restart may connect.
                 self._members.pop(owners[ready])[0].close()
@@ -161,22 +161,23 @@ class _Register:
     def _admit(self, connection: socket.socket, message: dict[str, Any]) -> None:
         index, port = message.get("index"), message.get("port")
         if not isinstance(index, int) or not isinstance(port, int):
-            connection.close()  # Of another program, such as a port scanner.
+            connection.close()  # Another program, such as a port scanner.
             return
         is_new = index not in self._members and 0 < index < self._hello["count"]
         peer = Address(connection.getpeername()[0].removeprefix("::ffff:"), port)
         host = self._own.host if peer.is_loopback else peer.host
-        self._members[index if is_new else -1] = connection, self._address(host, port)
-        own = {"index": 0, "port": 0}
-        if not is_new or {**message, **own} != {**self._hello, **own}:
+        key = index if is_new else -1  # The rejected process gets the error, too.
+        self._members[key] = connection, self._address(host, port)
+        ignored = {"index": 0, "port": 0}
+        if not is_new or {**message, **ignored} != {**self._hello, **ignored}:
             self._fail(
                 ClusterConfigError(
                     f"{self._hello['launcher']}: {self._names[0]} of "
-                    f"{self._hello['count']} processes got {message}, which has an "
-                    "index that is taken or is of another job. Start each process "
-                    "with its own index and the same cluster; give each job a port of "
-                    "its own (JAX_COORDINATOR_ADDRESS=host:port, or the address of "
-                    f"{self._names[0]})."
+                    f"{self._hello['count']} processes received {message}: the index "
+                    "is taken, or the process belongs to another job. Start each "
+                    "process with its own index and the same cluster; give each job "
+                    "its own port (JAX_COORDINATOR_ADDRESS=host:port, or the address "
+                    f"of {self._names[0]})."
                 )
             )
 
@@ -185,7 +186,7 @@ class _Register:
         raise error
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        for connection in self._strangers:
+        for connection in self._unidentified:
             connection.close()
         for connection, _ in self._members.values():
             with contextlib.suppress(OSError), connection:
@@ -196,10 +197,10 @@ class _Register:
         return f"{bracketed(host)}:{port}"
 
 
-def _report(
+def _await_addresses(
     coordinator: str, hello: dict[str, Any], names: Sequence[str], seconds: float
 ) -> list[str]:
-    """Connect to process 0, and wait for the addresses of all."""
+    """Connect to process 0, and wait for all addresses."""
     me = names[int(hello["index"])].partition(" ")[0]
     server = parse_address(coordinator)
     connections: list[socket.socket] = []
@@ -212,7 +213,7 @@ def _report(
             return None
         if not select.select(connections, [], [], _POLL_SECONDS)[0]:
             return None
-        with connections.pop() as connection:  # Without an answer, worker:0 has ended.
+        with connections.pop() as connection:  # No answer: process 0 has ended. Retry.
             return _receive(connection) or None
 
     def late() -> NoReturn:
@@ -242,7 +243,7 @@ def _report(
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Read a JSON object; empty if there is none, or if the connection has ended."""
+    """Read a JSON object; return `{}` for other data and for a closed connection."""
     connection.settimeout(5.0)
     with contextlib.suppress(OSError, ValueError):
         message = json.loads(connection.makefile("rb").readline(_MAX_BYTES))

@@ -70,7 +70,7 @@ class ClusterResolver(ABC):
         cluster = self.cluster_spec()
         if job is None or index is None or job not in cluster.jobs:
             return ""
-        return _with_layer(
+        return _with_prefix(
             cluster.task_address(job, index), rpc_layer or self.rpc_layer
         )
 
@@ -99,7 +99,7 @@ class ClusterResolver(ABC):
             raise ValueError(
                 f"{type(self).__name__}.num_accelerators: only the devices of this "
                 f"process, {self._task_name()}, are known here; got "
-                f"task_type={task_type!r}, task_id={task_id!r}. Leave them out."
+                f"task_type={task_type!r}, task_id={task_id!r}. Leave both out."
             )
         return self._accelerators()
 
@@ -170,8 +170,8 @@ class SimpleClusterResolver(KnownCluster):
     ) -> None:
         if not isinstance(cluster_spec, ClusterSpec):
             raise TypeError(
-                "SimpleClusterResolver: cluster_spec is a "
-                f"{type(cluster_spec).__name__}; got {cluster_spec!r}. Wrap it: "
+                "SimpleClusterResolver: cluster_spec must be a ClusterSpec; got "
+                f"{cluster_spec!r}. Write for example "
                 "ClusterSpec({'worker': ['host1:2222', 'host2:2222']})."
             )
         if not isinstance(master, str):
@@ -191,7 +191,7 @@ class SimpleClusterResolver(KnownCluster):
     ) -> str:
         """Return the address of a task; without a task the constructor's `master`."""
         if task_type is None or task_id is None:
-            return _with_layer(self._master, rpc_layer or self.rpc_layer)
+            return _with_prefix(self._master, rpc_layer or self.rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
 
     def _accelerators(self) -> dict[str, int]:
@@ -256,7 +256,7 @@ def require_resolver(resolver: object, caller: str) -> None:
     """Raise a `TypeError` unless `resolver` is None or describes a cluster.
 
     Args:
-        resolver: An argument `cluster_resolver`.
+        resolver: The argument `cluster_resolver`.
         caller: The public call to name in the error.
     """
     if resolver is not None and not callable(getattr(resolver, "cluster_spec", None)):
@@ -270,7 +270,7 @@ def require_resolver(resolver: object, caller: str) -> None:
 
 
 def default_resolver() -> TFConfigClusterResolver | None:
-    """Return the resolver of TF_CONFIG if that is set and not blank, else None."""
+    """Return the resolver of TF_CONFIG; None if the variable is absent or blank."""
     return TFConfigClusterResolver() if _tf_config_text() else None
 
 
@@ -278,5 +278,5 @@ def _tf_config_text() -> str:
     return os.environ.get("TF_CONFIG", "").strip()
 
 
-def _with_layer(address: str, rpc_layer: str | None) -> str:
+def _with_prefix(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer and address else address

@@ -15,7 +15,7 @@ __all__ = ["SlurmClusterResolver", "expand_hostlist", "expand_tasks_per_node"]
 _MAX_HOSTS = 100_000
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_TASK_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 class SlurmClusterResolver(KnownCluster):
@@ -29,17 +29,17 @@ class SlurmClusterResolver(KnownCluster):
     `SLURM_STEP_NODELIST` and `SLURM_STEP_TASKS_PER_NODE`; checks `SLURM_NODEID`.
 
     Args:
-        jobs: The number of tasks of each job, `{"worker": 4}`. Jobs get Slurm's tasks
-            in alphabetical order, as in TensorFlow. None: all are workers.
+        jobs: The number of tasks of each job, `{"worker": 4}`. Jobs receive Slurm's
+            tasks in alphabetical order, as in TensorFlow. None: all are workers.
         port_base: The port of the first task of each node.
-        gpus_per_node: The number of GPUs of a node; None: `SLURM_GPUS_ON_NODE`, else as
-            many as `CUDA_VISIBLE_DEVICES` names.
+        gpus_per_node: The number of GPUs of a node; None: `SLURM_GPUS_ON_NODE`, else
+            the length of `CUDA_VISIBLE_DEVICES`.
         gpus_per_task: The number of GPUs of a task; None: a node's GPUs divided by its
             tasks.
         tasks_per_node: The number of tasks of every node; None: read from Slurm's
             variables.
-        auto_set_gpu: Set `CUDA_VISIBLE_DEVICES` to the task's own GPUs, where a node
-            runs several tasks and Slurm has not bound GPUs to them. Make the resolver
+        auto_set_gpu: Set `CUDA_VISIBLE_DEVICES` to the task's own GPUs, if the node
+            runs several tasks and Slurm has not bound GPUs to them. Create the resolver
             before the first use of JAX's devices.
         rpc_layer: Prefix of the addresses that `master()` returns.
 
@@ -87,16 +87,16 @@ class SlurmClusterResolver(KnownCluster):
         node = str(list(layout).index(host))
         if os.environ.get("SLURM_NODEID", node) != node:
             raise _error(
-                f"tasks are not dealt to nodes in blocks: task {rank} is on node "
-                f"{os.environ['SLURM_NODEID']}, expected {node}. Start the script with "
-                "srun --distribution=block"
+                f"tasks with consecutive numbers must share nodes: task {rank} is on "
+                f"node {os.environ['SLURM_NODEID']}, expected {node}. Start the script "
+                "with srun --distribution=block"
             )
         jobs = {"worker": num_tasks} if jobs is None else dict(sorted(jobs.items()))
         is_valid = jobs.keys() <= set(JOBS) and min(jobs.values(), default=0) >= 0
         if sum(jobs.values()) != num_tasks or not is_valid:
             raise _error(
-                f"jobs must be some of {', '.join(JOBS)} and have the step's "
-                f"{num_tasks} tasks together; got jobs={jobs}"
+                f"jobs must be some of {', '.join(JOBS)}, with the step's {num_tasks} "
+                f"tasks in total; got jobs={jobs}"
             )
         addresses = iter(f"{host}:{port_base + local}" for host, local in tasks)
         ranks = [(job, index) for job, count in jobs.items() for index in range(count)]
@@ -113,7 +113,7 @@ class SlurmClusterResolver(KnownCluster):
         return self.task_type, self.task_id
 
     def _accelerators(self) -> dict[str, int]:
-        # Slurm may not list GPUs: then ask JAX.
+        # Without GPUs in Slurm's variables, ask JAX.
         return {"GPU": len(self._gpus)} if self._gpus else super()._accelerators()
 
 
@@ -129,7 +129,7 @@ def expand_hostlist(text: str) -> list[str]:
     """
     hosts: list[str] = []
     for part in re.split(r",(?![^\[\]]*\])", text):
-        # Pieces at odd indices were in brackets.
+        # The brackets' contents are the pieces at odd indices.
         pieces = _BRACKETS.split(part)
         if not part or any(set("[] ") & set(piece) for piece in pieces):
             raise _error(
@@ -137,8 +137,8 @@ def expand_hostlist(text: str) -> list[str]:
                 "example 'gpu[01-03,07],login1'"
             )
         choices = [
-            _numbers(piece, text) if odd % 2 else [piece]
-            for odd, piece in enumerate(pieces)
+            _numbers(piece, text) if i % 2 else [piece]
+            for i, piece in enumerate(pieces)
         ]
         hosts += map("".join, itertools.islice(itertools.product(*choices), _MAX_HOSTS))
         if len(hosts) >= _MAX_HOSTS:
@@ -169,7 +169,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        match = _REPEATED.fullmatch(part)
+        match = _TASK_COUNT.fullmatch(part)
         if match is None or int(match[2] or 1) > _MAX_HOSTS:
             raise _error(
                 f"SLURM_STEP_TASKS_PER_NODE is malformed at {part!r}; got {text!r}, "
@@ -180,14 +180,14 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    of_step = "SLURM_STEP_NUM_TASKS"
-    size_name = of_step if of_step in os.environ else "SLURM_NTASKS"
+    step_size = "SLURM_STEP_NUM_TASKS"
+    size_name = step_size if step_size in os.environ else "SLURM_NTASKS"
     missing = [n for n in ("SLURM_PROCID", size_name) if not os.environ.get(n)]
     if missing:
         raise _not_set(missing)
     rank, size = _integer("SLURM_PROCID"), _integer(size_name)
     if rank >= size:
-        raise _error(f"SLURM_PROCID is {rank}, but {size_name} only {size}")
+        raise _error(f"SLURM_PROCID is {rank}, but {size_name} is only {size}")
     return rank, size
 
 
@@ -211,8 +211,8 @@ def _layout(tasks_per_node: int | None, num_tasks: int) -> dict[str, int]:
 def _hosts(num_tasks: int) -> list[str]:
     text = os.environ.get("SLURM_STEP_NODELIST")
     if not text and num_tasks == 1:
-        # Only for one task: a batch script is task 0 of as many tasks as the job may
-        # start, and would wait for the others in vain.
+        # Only for one task: a batch script is task 0 of all tasks that the job may
+        # start, and would wait for tasks that never start.
         text = os.environ.get("SLURM_JOB_NODELIST")
     if not text:
         raise _not_set(["SLURM_STEP_NODELIST"])

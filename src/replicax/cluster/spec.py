@@ -14,7 +14,7 @@ class Task(NamedTuple):
     Attributes:
         job: The task's job, such as `"worker"`.
         task_id: The task's index in the job, from zero.
-        address: The address that it listens on, `"host:port"`.
+        address: The address that the task listens on, `"host:port"`.
     """
 
     job: str
@@ -45,7 +45,7 @@ class ClusterSpec:
 
     Args:
         cluster: For each job the addresses of its tasks, `"host:port"`: a list, or a
-            dict by the task's index. Or another ClusterSpec.
+            dict by the task's index. Another ClusterSpec is copied.
 
     Raises:
         TypeError: If `cluster` has another type.
@@ -71,7 +71,7 @@ class ClusterSpec:
             return
         if not isinstance(cluster, Mapping):
             raise TypeError(
-                f"ClusterSpec: cluster is a {type(cluster).__name__}; got {cluster!r}, "
+                f"ClusterSpec: cluster is a {type(cluster).__name__}, {cluster!r}; "
                 "expected a dict from jobs to lists of 'host:port' strings."
             )
         self._tasks = {job: _tasks_of(job, tasks) for job, tasks in cluster.items()}
@@ -85,7 +85,7 @@ class ClusterSpec:
     def workers(self) -> tuple[Task, ...]:
         """The tasks that train: the chief, then the workers.
 
-        A task's index here is the index of its process in the training cluster.
+        A task's position is its process' index in the training cluster.
         """
         return tuple(
             Task(job, index, address)
@@ -176,7 +176,7 @@ class ClusterSpec:
 
 
 def _tasks_of(job: object, tasks: object) -> dict[int, str]:
-    numbered: dict[Any, Any] = {None: tasks}
+    numbered: dict[Any, Any] = {None: tasks}  # None: neither a list nor a dict.
     if isinstance(tasks, Mapping):
         numbered = dict(tasks)
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):

@@ -1,4 +1,4 @@
-"""Stop requests: after SIGTERM or Ctrl-C in a worker, all stop at the same step."""
+"""Stop requests: after SIGTERM or Ctrl-C in one worker, all stop at the same step."""
 
 import contextlib
 import signal
@@ -21,8 +21,8 @@ class StopRequest:
     worker stops at once.
 
     Attributes:
-        requested: Whether a worker has asked all to stop.
-        interrupted: Whether the cause is Ctrl-C. No restart follows.
+        requested: Whether a worker has requested a stop.
+        interrupted: Whether the cause is Ctrl-C, after which no task is restarted.
     """
 
     def __init__(self, *, alone: bool) -> None:
@@ -36,11 +36,11 @@ class StopRequest:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the workers have not agreed yet when to stop."""
+        """Whether a stop is requested, and the workers have not agreed on its step."""
         return self.requested and self._stop_at is None
 
     def reached(self, step: int) -> bool:
-        """Whether to stop after `step`; called after each step, takes under 1 us."""
+        """Whether to stop after `step`, which has ended; waits while frozen."""
         if self._alone:
             self._step = step
             return self.requested
@@ -50,13 +50,13 @@ class StopRequest:
             return self._stop_at is not None and step >= self._stop_at
 
     def freeze(self) -> int:
-        """Hold the worker at the end of its next step; return its last step."""
+        """Make `reached` wait from the next step on; return the last step."""
         with self._changed:
             self._frozen = self._stop_at is None
             return self._step
 
     def agree(self, step: int) -> None:
-        """Release the worker, which stops after `step`."""
+        """Set the step to stop after, and let `reached` return."""
         with self._changed:
             self._stop_at = step
             self._frozen = False
@@ -66,7 +66,7 @@ class StopRequest:
     def on_sigterm(self) -> Iterator[None]:
         """While open, SIGTERM requests a stop; a second one ends the process at once.
 
-        Does nothing outside the main thread, where signals cannot be caught.
+        Does nothing outside the main thread, which alone may set signal handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

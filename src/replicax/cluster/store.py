@@ -11,7 +11,7 @@ __all__ = ["Store", "StoreError"]
 
 
 class StoreError(ConnectionError):
-    """The coordination service did not answer, or refused."""
+    """The coordination service did not answer, or refused the call."""
 
 
 class Store:
@@ -36,13 +36,13 @@ class Store:
         self._call(self._client.key_value_set, key, value, allow_overwrite=True)
 
     def read(self, folder: str) -> dict[str, str]:
-        """Read all values in `folder`, by the rest of their keys."""
+        """Read all values in `folder`, by their keys relative to it."""
         prefix = f"{folder}/"
         pairs = self._call(self._client.key_value_dir_get, prefix)
         return {key.partition(prefix)[2]: value for key, value in pairs}
 
     def delete(self, key: str) -> None:
-        """Delete a key, and all keys in the folder of its name."""
+        """Delete a key, and all keys in the folder of the same name."""
         self._call(self._client.key_value_delete, key)
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Detects stragglers: samples how long each worker computes, and how long it waits.
 
 Synchronous steps end on all workers together, so step times do not show the slow
-worker. Instead, a thread looks five times a second whether any other thread of the
-worker computes. CPUs only: a GPU kernel that waits for others looks like any kernel.
+worker. Instead, each worker checks five times a second whether its threads compute.
+CPUs only: a GPU kernel that waits for other workers looks like any kernel.
 """
 
 import os
@@ -16,19 +16,19 @@ __all__ = ["Stragglers", "WaitSampler"]
 
 SAMPLE_SECONDS = 0.2
 WINDOW_SECONDS = 16.0
-_MUCH = 0.3
-"""Difference between two workers' shares of waiting that is reported."""
+_MIN_GAP = 0.3
+"""Smallest reported difference between the fractions of time that workers wait."""
 _TASKS = Path("/proc/self/task")
 _NOT_COMPUTING = (b"event_engine", b"grpc", b"lifeguard", b"resolver", b"timer")
-"""Threads of the transport between processes."""
+"""Names of threads that serve connections between processes."""
 
 
 class WaitSampler:
-    """A sampler of a worker's seconds of own work, and of waiting for others.
+    """Measures by sampling how long a worker works, and how long it waits for others.
 
     Attributes:
         is_on: Whether to sample.
-        spent: Seconds of own work and of waiting.
+        spent: Seconds of work, and seconds of waiting.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class WaitSampler:
         self._sampled_at: float | None = None
 
     def start(self, platform: str) -> None:
-        """Start sampling, if this platform's devices can be sampled."""
+        """Start sampling if the platform is `"cpu"` and the system has `/proc`."""
         self.is_on = platform == "cpu" and _TASKS.is_dir()
 
     def is_due(self, now: float) -> bool:
@@ -58,21 +58,21 @@ class WaitSampler:
         Args:
             now: The time, by a monotonic clock.
             is_in_step: Whether the devices have an unfinished program.
-            is_dispatching: Whether the script dispatches it, and may compute it itself.
+            is_dispatching: Whether the script dispatches it, and so may execute it.
             is_exchanging: Whether the script waits for values of other workers.
         """
         before, self._sampled_at = self._sampled_at, now
         if before is not None:
-            (own, waited), passed = self.spent, now - before
+            (work, wait), passed = self.spent, now - before
             waits = not _is_computing(is_dispatching) if is_in_step else is_exchanging
-            self.spent = (own, waited + passed) if waits else (own + passed, waited)
+            self.spent = (work, wait + passed) if waits else (work + passed, wait)
 
 
 def _is_computing(in_script: bool) -> bool:
     """Whether a computing thread is running, or runnable and waiting for a core.
 
-    Python's threads do not count, except the script's if `in_script`: they prepare the
-    next batch, or sample.
+    Python's threads prepare batches or sample, so they do not count, except the main
+    thread if `in_script`.
     """
     of_python = {thread.native_id for thread in threading.enumerate()}
     if in_script:
@@ -95,7 +95,7 @@ class Stragglers:
     """Finds the worker that the others wait for, from all workers' samples.
 
     Attributes:
-        message: The last straggler in words, with the times; empty: none.
+        message: The message about the last straggler; empty: none yet.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -111,25 +111,25 @@ class Stragglers:
 
         Args:
             now: The time, by a monotonic clock.
-            spent: Each worker's seconds of own work and of waiting so far.
+            spent: Each worker's seconds of work, and seconds of waiting, so far.
             steps: Number of steps so far.
         """
         began, before, first = self._window or (-WINDOW_SECONDS, spent, steps)
         if now - began < WINDOW_SECONDS:
             return None
         self._window = (now, list(spent), steps)
-        own = [a[0] - b[0] for a, b in zip(spent, before, strict=True)]
+        worked = [a[0] - b[0] for a, b in zip(spent, before, strict=True)]
         waited = [a[1] - b[1] for a, b in zip(spent, before, strict=True)]
-        if steps == first or min(map(sum, zip(own, waited, strict=True))) <= 0:
+        if steps == first or min(map(sum, zip(worked, waited, strict=True))) <= 0:
             return None
-        shares = [w / (o + w) for o, w in zip(own, waited, strict=True)]
-        slow = min(range(len(shares)), key=shares.__getitem__)
-        waiting = [i for i, x in enumerate(shares) if x - shares[slow] >= _MUCH]
+        ratios = [b / (a + b) for a, b in zip(worked, waited, strict=True)]
+        slow = min(range(len(ratios)), key=ratios.__getitem__)
+        waiting = [i for i, x in enumerate(ratios) if x - ratios[slow] >= _MIN_GAP]
         if not waiting:
             return None
-        fast = max(waiting, key=shares.__getitem__)
+        fast = max(waiting, key=ratios.__getitem__)
         step_ms = 1000 * (now - began) / (steps - first)
-        slow_ms, fast_ms = (step_ms * (1 - shares[i]) for i in (slow, fast))
+        slow_ms, fast_ms = (step_ms * (1 - ratios[i]) for i in (slow, fast))
         self.message = (
             f"{listed(self._names[i] for i in waiting)} "
             f"{'waits' if len(waiting) == 1 else 'wait'} for {self._names[slow]}: of "

@@ -11,19 +11,18 @@ __all__ = ["Timeouts", "checked_timeouts"]
 class Timeouts:
     """Deadlines of the waits between processes, in seconds.
 
-    Every API that waits takes it as `timeouts`: strategies of several processes,
-    `rx.SidecarEvaluator`, `rx.estimator.EvalSpec`. Each reads the fields that it needs,
-    so a script may use one object for all. Methods that have a timeout in tf.distribute
-    or Keras keep it, and so does `rx.CommunicationOptions(timeout_seconds=)`, which
-    overrides `step`.
+    Every API that waits has an argument `timeouts`: strategies of several processes,
+    `rx.SidecarEvaluator`, `rx.estimator.EvalSpec`. Each API reads the fields that it
+    needs, so a script may pass one object to all. Timeout arguments of tf.distribute
+    and Keras remain; `rx.CommunicationOptions(timeout_seconds=)` overrides `step`.
 
     Args:
         startup: Until all workers and servers have started, or are ready for a new
             program.
         step: Until a live worker reaches a step, and until a step finishes. It must
             exceed the longest step, compilation included.
-        heartbeat: Until the next heartbeat of each process; they come once a second.
-            Until a connection to a parameter server that is silent counts as lost.
+        heartbeat: Until the next heartbeat of a process, which sends one each second.
+            Until a silent connection to a parameter server counts as lost.
         shutdown: Until all workers' scripts have ended. Workers of
             `rx.ParameterServerStrategy` do not wait there.
         server: Until a lost parameter server is restarted.
@@ -32,7 +31,7 @@ class Timeouts:
         checkpoint: Until the next checkpoint of the training that an evaluator follows.
 
     Raises:
-        ValueError: For a value that is no positive, finite number.
+        ValueError: If a value is not a positive, finite number.
 
     Example:
         >>> import replicax as rx
@@ -60,12 +59,12 @@ class Timeouts:
 
 
 def checked_timeouts(timeouts: Timeouts | None, caller: str) -> Timeouts:
-    """Check the timeouts given to the public call `caller`; None: the default ones."""
+    """Check the argument `timeouts` of the public call `caller`; None: the defaults."""
     if timeouts is None:
         return Timeouts()
     if not isinstance(timeouts, Timeouts):
         raise TypeError(
             f"{caller}: timeouts must be an rx.Timeouts; got {timeouts!r}. Write "
-            "timeouts=rx.Timeouts(step=60), with the field that is meant."
+            "for example timeouts=rx.Timeouts(step=60)."
         )
     return timeouts

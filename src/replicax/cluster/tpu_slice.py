@@ -39,13 +39,13 @@ VARIABLES = (
 )
 """Environment variables that describe a TPU slice; JAX reads most of them too."""
 
-_OF_TPUS = ("TPU_", "CLOUD_TPU_", "MEGASCALE_")
-_OF_LIBTPU = ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY")
-"""Variables that libtpu's and JAX's imports set, without TPUs too."""
-_HERE = (None, "", "local")
+_TPU_PREFIXES = ("TPU_", "CLOUD_TPU_", "MEGASCALE_")
+_LIBTPU_VARIABLES = ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY")
+"""Variables that the imports of libtpu and JAX set, also without TPUs."""
+_THIS_MACHINE = (None, "", "local")
 _QUERY_SECONDS = 3.0
-_PORT = 8482  # JAX's own choice for the coordination service on TPUs.
-_ENTRY = re.compile(r"^\s*([A-Z_]+)\s*:\s*'?([^'\n]*)'?\s*$", re.MULTILINE)
+_PORT = 8482  # JAX's default for the coordination service on TPUs.
+_TPU_ENV_ENTRY = re.compile(r"^\s*([A-Z_]+)\s*:\s*'?([^'\n]*)'?\s*$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +55,9 @@ class TpuSlice:
     Attributes:
         addresses: `"host:port"` of each process of this slice, in JAX's order; empty
             for a single host.
-        index: This machine's index among them.
+        index: This machine's index among these processes.
         num_slices: Number of slices that train together.
-        slice_index: This slice's index among them.
+        slice_index: This slice's index among the slices.
         name: The name of the TPU, `""` if unknown.
     """
 
@@ -85,8 +85,8 @@ class TPUClusterResolver(KnownCluster):
     Args:
         tpu: None, `""` or `"local"`: the TPU of this machine. None requires a TPU here,
             for scripts that fall back on GPUs after a `ValueError`. `"local"` trains in
-            this process alone, also if a launcher has started several, each on a slice
-            of one host. A name or an address must be this machine's own.
+            this process alone, even if a launcher has started processes on several
+            single-host slices. A name or an address must be this machine's own.
         zone: Not used; for TensorFlow's signature.
         project: Not used; for TensorFlow's signature.
 
@@ -119,11 +119,11 @@ class TPUClusterResolver(KnownCluster):
         del zone, project
         if tpu is not None and not isinstance(tpu, str):
             raise TypeError(
-                f"TPUClusterResolver: tpu is a string or None; got {tpu!r}. Leave it "
-                "out for the TPU of this machine."
+                f"TPUClusterResolver: tpu must be a string or None; got {tpu!r}. Leave "
+                "it out for the TPU of this machine."
             )
-        is_here = _has_sign_of_tpu(os.environ) or stand_in_devices() is not None
-        if tpu is None and not is_here:
+        has_tpu = _has_sign_of_tpu(os.environ) or stand_in_devices() is not None
+        if tpu is None and not has_tpu:
             raise ClusterConfigError(
                 "TPUClusterResolver: there is no TPU on this machine, and nothing in "
                 "the environment names one. Use rx.MirroredStrategy() for GPUs and "
@@ -138,11 +138,11 @@ class TPUClusterResolver(KnownCluster):
         own = slice_.addresses[slice_.index : slice_.index + 1]
         hosts = {address.partition(":")[0] for address in own}
         host = (tpu or "").removeprefix("grpc://").partition(":")[0]
-        if tpu not in _HERE and tpu != slice_.name and host not in hosts:
-            called = "" if "TPU_NAME" in os.environ else " (TPU_NAME is not set)"
-            called = f", whose TPU is called {slice_.name!r}" if slice_.name else called
+        if tpu not in _THIS_MACHINE and tpu != slice_.name and host not in hosts:
+            hint = "" if "TPU_NAME" in os.environ else " (TPU_NAME is not set)"
+            hint = f", whose TPU is called {slice_.name!r}" if slice_.name else hint
             raise ClusterConfigError(
-                f"TPUClusterResolver: tpu={tpu!r} is not this machine{called}. A TPU "
+                f"TPUClusterResolver: tpu={tpu!r} is not this machine{hint}. A TPU "
                 "cannot be reached over the network here: JAX runs on the TPU VM "
                 "itself. Copy the script to the TPU VM, start it there, on each host "
                 "of a slice at once, and leave tpu out: TPUClusterResolver()."
@@ -155,9 +155,9 @@ def skip_libtpu_without_chips(
     """Keep JAX from loading an installed libtpu on a machine without TPUs.
 
     JAX would load it in every process to look for TPUs. libtpu then prints five lines
-    of errors, and replaces the handler of SIGTERM. Nothing happens if there is any sign
-    of a TPU, if `JAX_PLATFORMS` names the platforms, or once the devices are started.
-    Returns whether JAX's TPU backend is off from now on.
+    of errors, and replaces the handler of SIGTERM. The call does nothing if there is a
+    sign of a TPU, if `JAX_PLATFORMS` is set, or if JAX has started its devices. Returns
+    whether JAX's TPU backend is off.
     """
     if has_devices() or jax.config.values.get("jax_platforms"):
         return False
@@ -168,7 +168,8 @@ def skip_libtpu_without_chips(
 
 def _has_sign_of_tpu(environ: Mapping[str, str], devices: str = "/dev") -> bool:
     named = any(
-        name.startswith(_OF_TPUS) and name not in _OF_LIBTPU for name in environ
+        name.startswith(_TPU_PREFIXES) and name not in _LIBTPU_VARIABLES
+        for name in environ
     )
     files = [*Path(devices).glob("accel*"), *Path(devices).glob("vfio/[0-9]*")]
     return is_tpu_vm() or named or bool(files)
@@ -182,9 +183,9 @@ def detect_slice(
 ) -> TpuSlice:
     """Detect the slice of this machine, from the same sources as JAX.
 
-    These are the environment, as on GKE, or Google Cloud's metadata server. It asks the
-    server only on a machine with TPU chips and without these variables, and not if
-    `TPU_SKIP_MDS_QUERY` is set.
+    The sources are the environment, as on GKE, and Google Cloud's metadata server. The
+    server is asked only on a machine with TPU chips, if the environment lists no hosts
+    and does not set `TPU_SKIP_MDS_QUERY`.
 
     Raises:
         ClusterConfigError: If variables are malformed or do not fit together; if the
@@ -212,7 +213,7 @@ def detect_slice(
         index = ask("agent-worker-number")
         if index:
             hosts = ask("worker-network-endpoints")
-            variables = dict(_ENTRY.findall(ask("tpu-env"))) | variables
+            variables = dict(_TPU_ENV_ENTRY.findall(ask("tpu-env"))) | variables
             variables["TPU_NAME"] = variables.get("TPU_NAME") or ask("instance-id")
     port = _number(variables, "JAX_COORDINATOR_PORT", _PORT, 1, 65535)
     addresses = _addresses(hosts or "", port)
@@ -229,12 +230,12 @@ def detect_slice(
 def _number(
     variables: Mapping[str, str], name: str, default: int, low: int, high: int
 ) -> int:
-    """Read a number between `low` and `high`; `default` if it is absent."""
+    """Read a number from `low` to `high`; return `default` if it is absent."""
     text = variables.get(name) or str(default)
     if text.isascii() and text.isdigit() and low <= int(text) <= high:
         return int(text)
     raise ClusterConfigError(
-        f"TPUClusterResolver: {name} is a number from {low} to {high}; got {text!r}. "
+        f"TPUClusterResolver: {name} must be from {low} to {high}; got {text!r}. "
         "Set it as the TPU's provisioner does, or unset it."
     )
 
@@ -242,8 +243,8 @@ def _number(
 def _addresses(hosts: str, port: int) -> tuple[str, ...]:
     """The addresses of the processes on `"host1,host2"`; none for a single host.
 
-    Listed ports are libtpu's and are ignored. Processes of one host get consecutive
-    ports.
+    Ports in the list are libtpu's, so they are ignored. Processes of one host get
+    consecutive ports.
     """
     names = [_host(entry) for entry in hosts.split(",")] if hosts else []
     if len(names) <= 1:
@@ -259,9 +260,9 @@ def _host(entry: str) -> str:
     host = parts[2] if len(parts) == 3 else parts[0]
     if not host or len(parts) > 3:
         raise ClusterConfigError(
-            "TPUClusterResolver: the hosts of the slice are listed as 'host1,host2'; "
-            f"got the entry {entry!r}. Correct TPU_WORKER_HOSTNAMES (or "
-            "TPU_PROCESS_ADDRESSES, which comes before it)."
+            "TPUClusterResolver: the list of the slice's hosts must look like "
+            f"'host1,host2'; got the entry {entry!r}. Correct TPU_WORKER_HOSTNAMES, or "
+            "TPU_PROCESS_ADDRESSES, which overrides it."
         )
     return host
 
@@ -273,14 +274,14 @@ def _index(text: str, addresses: tuple[str, ...]) -> int:
         return int(text)
     raise ClusterConfigError(
         f"TPUClusterResolver: the slice has {len(addresses)} hosts "
-        f"({listed(addresses)}), so TPU_WORKER_ID is a number from 0 to "
-        f"{len(addresses) - 1}, another on each; got {text!r}. Set it as the TPU's "
-        "provisioner does."
+        f"({listed(addresses)}), so TPU_WORKER_ID must be from 0 to "
+        f"{len(addresses) - 1}, different on each host; got {text!r}. Set it as the "
+        "TPU's provisioner does."
     )
 
 
 def _metadata_server() -> str:
-    """Its IP address: a name would need a DNS lookup, which has no deadline.
+    """Return the server's IP address: a DNS lookup of its name has no deadline.
 
     `GCE_METADATA_IP` overrides it, as in JAX.
     """
@@ -290,15 +291,14 @@ def _metadata_server() -> str:
 def instance_attribute(name: str, timeout_seconds: float) -> str | None:
     """Read one of the machine's custom attributes; None if it does not exist.
 
-    JAX's own client retries a missing attribute for 3 s, and waits for a slow answer
-    without a deadline.
+    Unlike JAX's client, it does not retry a missing attribute, and has a deadline.
 
     Args:
         name: The attribute, such as `"agent-worker-number"`.
         timeout_seconds: Deadline of the connection, and of each read.
 
     Raises:
-        OSError: If there is no answer by then, or not a metadata server's.
+        OSError: If the server does not answer in time, or answers with an error.
     """
     request = urllib.request.Request(
         f"http://{_metadata_server()}/computeMetadata/v1/instance/attributes/{name}",

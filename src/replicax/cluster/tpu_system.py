@@ -117,10 +117,10 @@ def topology_of(devices: Sequence[Any]) -> Topology:
 def join_slice(
     resolver: TPUClusterResolver, timeouts: Timeouts, caller: str
 ) -> Workers:
-    """Join the processes of the slice's other hosts; none on a single host.
+    """Join the processes of the slice's other hosts; return one worker on one host.
 
-    On a single host JAX's devices may have been started before. For several slices JAX
-    detects the hosts. For one slice the resolver knows them: JAX would first ask the
+    On one host JAX may have started its devices. For several slices JAX detects the
+    hosts. For one slice the resolver provides the hosts: JAX would first ask the
     metadata server about slices, for up to minutes.
 
     Raises:
@@ -128,13 +128,13 @@ def join_slice(
         ClusterError: If a host is missing at the start-up deadline.
     """
     if stand_in_devices() is not None:
-        return Workers()  # They are the devices of all hosts.
+        return Workers()  # The stand-ins are the devices of all hosts.
     if resolver.num_hosts == 1 and not jax.distributed.is_initialized():
         return Workers()
     if resolver.num_hosts > 1 and not is_tpu_vm():
         raise DeviceError(
             f"{caller}: {resolver!r} has {resolver.num_hosts} hosts, but this machine "
-            f"is none of a TPU. {_search_report()}"
+            f"is not a TPU VM. {_search_report()}"
         )
     if resolver.num_slices > 1 or resolver.num_hosts == 1:
         return join_running(timeouts)
@@ -167,7 +167,7 @@ def experimental_connect_to_cluster(
     *,
     timeouts: Timeouts | None = None,
 ) -> None:
-    """Join the other hosts of a TPU slice now; a single host does nothing.
+    """Join the other hosts of a TPU slice now; do nothing on a single host.
 
     Every host of the slice calls it, before JAX's devices are used. The call is
     optional: `rx.TPUStrategy` joins them too.
@@ -178,11 +178,10 @@ def experimental_connect_to_cluster(
         timeouts: The deadlines; `rx.TPUStrategy` uses them, too.
 
     Raises:
-        ClusterConfigError: For any other cluster, to which strategies connect by
-            themselves.
+        ClusterConfigError: For another resolver or cluster: strategies connect to them.
         DeviceError: If the environment describes a slice, but there are no chips here.
         ClusterError: If a host is missing at the start-up deadline.
-        RuntimeError: If JAX has started its devices already, on one of several hosts.
+        RuntimeError: On several hosts, if JAX has already started its devices.
 
     Example:
         >>> import replicax as rx
@@ -192,7 +191,7 @@ def experimental_connect_to_cluster(
     caller = "experimental_connect_to_cluster"
     if not isinstance(cluster_spec_or_resolver, TPUClusterResolver):
         raise ClusterConfigError(
-            f"{caller}: only a TPUClusterResolver's slice is joined here; got "
+            f"{caller}: cluster_spec_or_resolver must be a TPUClusterResolver; got "
             f"{cluster_spec_or_resolver!r}. Leave the call out: "
             "rx.MultiWorkerMirroredStrategy(resolver) and "
             "rx.ParameterServerStrategy(resolver) connect by themselves."
@@ -230,16 +229,15 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
     if len(hosts) != workers.count:
         raise ClusterConfigError(
             f"{caller}: the TPU's chips belong to {len(hosts)} hosts, but "
-            f"{workers.count} of them "
-            f"{'was' if workers.count == 1 else 'were'} found. Start the script on "
-            "every host of the slice, with TPU_WORKER_HOSTNAMES and TPU_WORKER_ID set "
-            "or without TPU_SKIP_MDS_QUERY."
+            f"{workers.count} joined. Start the script on every host of the slice, "
+            "with TPU_WORKER_HOSTNAMES and TPU_WORKER_ID set or without "
+            "TPU_SKIP_MDS_QUERY."
         )
     return sorted(devices, key=lambda d: (d.process_index, d.id))
 
 
 def _search_report() -> str:
-    """Describe the signs of a TPU, and what to do without one."""
+    """List the signs of a TPU that were searched, and the remedies."""
     try:
         libtpu = importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
@@ -247,14 +245,14 @@ def _search_report() -> str:
     files = sorted(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
     values = {name: os.environ.get(name) for name in ("JAX_PLATFORMS", *VARIABLES)}
     unset = [name for name, value in values.items() if not value]
-    looked = [
+    signs = [
         f"libtpu ({libtpu})",
         f"chips ({', '.join(files) or 'no /dev/accel* or /dev/vfio/*'})",
         *(f"{name}={value!r}" for name, value in values.items() if value),
         f"{', '.join(unset)} (not set)",
     ]
     return (
-        f"Looked for: {'; '.join(looked)}. JAX_PLATFORMS must include 'tpu' or be "
+        f"Looked for: {'; '.join(signs)}. JAX_PLATFORMS must include 'tpu' or be "
         "unset. Run the script on a TPU VM, on each host of a slice at once. To "
         "develop without one: rx.set_logical_devices(8) and rx.MirroredStrategy(), or "
         "`replicax plan --topology v5e:2x4 train.py`."

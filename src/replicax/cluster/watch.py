@@ -1,4 +1,4 @@
-"""Threads that exchange heartbeats, and end the process when a peer has failed.
+"""Threads that exchange heartbeats, and end this process when a peer has failed.
 
 A process inside a collective that waits for a lost peer cannot be interrupted. So these
 threads end the process, with a message, a `FailureReport` and an exit code that is
@@ -28,7 +28,7 @@ __all__ = ["Watch"]
 _logger = logging.getLogger("replicax")
 _STATUS = "replicax/status"
 _FIELDS = [field.name for field in dataclasses.fields(Heartbeat)]
-_SOON_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class _Result(Protocol):
@@ -51,14 +51,14 @@ class Watch:
     """Sends this worker's heartbeats, and watches the others'.
 
     Attributes:
-        signs: The last sign of each worker, in order.
-        me: The sign of this worker.
+        signs: The last heartbeat of each worker, in order.
+        me: This worker's entry in `signs`.
         store: The key-value store of the workers.
         is_missed: Whether the others still needed this worker after its script ended.
-        num_exchanging: Number of exchanges that threads of this worker wait in.
+        num_exchanging: Number of exchanges in which this worker's threads wait.
         log: This worker's log of collective operations.
         order: The comparison of the workers' logs.
-        sampler: The sampler of this worker's time.
+        sampler: Measures how long this worker works, and waits.
         stragglers: The detector of stragglers; the first worker uses it.
     """
 
@@ -88,12 +88,12 @@ class Watch:
         self._timeouts = timeouts
         self._stop = stop
         self._interval = min(1.0, timeouts.heartbeat / 5)
-        self._contact_at = now
-        # The last program's number and result; no result: it has finished.
+        self._contact_at = now  # The last answer of the store.
+        # A program's number and result; None: the program has finished.
         self._latest: tuple[int, _Result | None] = (0, None)
         self._awaited = self._latest
         self._resumed_at = 0
-        self._noted_steps = 0
+        self._written_steps = 0
         self._ending = threading.Lock()
         self._publishing = threading.Lock()
         self._closed = threading.Event()
@@ -126,22 +126,22 @@ class Watch:
         self._latest = (self._latest[0], result)
 
     def resume_at(self, steps: int) -> None:
-        """Set the number of steps of earlier attempts, which reports add."""
+        """Set the number of steps of earlier attempts; `steps` includes them."""
         self._resumed_at = steps
 
     @property
     def has_stepped(self) -> bool:
-        """Whether any program was dispatched to the devices."""
+        """Whether a program was ever dispatched to the devices."""
         return self._latest[0] > 0
 
     def leave(self) -> None:
         """Publish that this worker's script has ended."""
-        self._note_progress()  # First: the count of steps is final from then on.
+        self._note_progress()  # Before `has_left`, which makes the steps final.
         self.me.has_left = True
         self._publish()
 
     @property
-    def all_did_the_same(self) -> bool:
+    def has_equal_logs(self) -> bool:
         """Whether all workers' logs have the same length, and no known difference."""
         counts = {sign.log[0] for sign in self.signs}
         return len(counts) == 1 and self.order.differs_after is None
@@ -170,7 +170,7 @@ class Watch:
                 self._receive(self.store.read(_STATUS))
                 self.order.exchange_logs(has_left=self.me.has_left)
             except StoreError:
-                continue  # The other thread checks how long ago the last contact was.
+                continue  # The other thread checks the time since the last answer.
             self._contact_at = time.monotonic()
             if self._index == 0 and self.sampler.is_on:
                 spent = [sign.spent for sign in self.signs]
@@ -181,7 +181,7 @@ class Watch:
     def _wait_for_next(self) -> bool:
         """Wait until the next exchange; return False after `close`."""
         begin = time.monotonic()
-        while not self._closed.wait(min(_SOON_SECONDS, self._interval)):
+        while not self._closed.wait(min(_POLL_SECONDS, self._interval)):
             now = time.monotonic()
             if self.sampler.is_due(now):
                 self._note_progress()
@@ -191,7 +191,7 @@ class Watch:
                     is_dispatching=self._latest[1] is _NOT_YET,
                     is_exchanging=self.num_exchanging > 0,
                 )
-            # Scripts wait while the workers agree when to stop.
+            # While the workers agree on the step to stop after, their scripts wait.
             is_urgent = self._stop.is_settling or self.order.is_settling
             if is_urgent or now - begin >= self._interval:
                 return True
@@ -203,8 +203,8 @@ class Watch:
             self._note_progress()
             if me.frozen is None and self._stop.requested:
                 me.frozen = self._stop.freeze()
-            if me.steps != self._noted_steps:
-                self._noted_steps = me.steps
+            if me.steps != self._written_steps:
+                self._written_steps = me.steps
                 FailureReport.note_progress(me.name, me.steps)
             me.beat += 1
             me.differs_after = self.order.differs_after
@@ -239,7 +239,7 @@ class Watch:
         for key, text in beats.items():
             beat, sign = json.loads(text), self.signs[int(key)]
             if beat["frozen"] is not None:
-                # The step of a worker that has left counts, too: all need the same.
+                # Workers that have left count, too: all must stop at the same step.
                 frozen.append(beat["frozen"])
                 self._stop.interrupted |= beat["interrupted"]
                 self._stop.requested = True
@@ -264,12 +264,12 @@ class Watch:
         while not self._closed.wait(self._interval / 2):
             now = time.monotonic()
             if now - looked_at > self._timeouts.heartbeat / 2:
-                # This process was paused: missing heartbeats prove nothing.
+                # This process was paused, and could not receive heartbeats.
                 self._contact_at = now
                 for sign in self.signs:
                     sign.seen_at = sign.moved_at = now
             looked_at = now
-            report = self._coordinator_lost(now) or judge(
+            report = self._lost_coordinator(now) or judge(
                 self.signs,
                 self._index,
                 now,
@@ -292,7 +292,7 @@ class Watch:
                 report = dataclasses.replace(report, traceback=_stack_of_main_thread())
             self.fail(report)
 
-    def _coordinator_lost(self, now: float) -> FailureReport | None:
+    def _lost_coordinator(self, now: float) -> FailureReport | None:
         silent = now - self._contact_at
         if silent <= self._timeouts.heartbeat:
             return None
@@ -311,7 +311,7 @@ class Watch:
 def _is_ready(result: _Result | None) -> bool:
     try:
         return result is None or result.is_ready()
-    except RuntimeError:  # Donated to a later step, whose result follows.
+    except RuntimeError:  # The array was donated to a later program.
         return True
 
 

@@ -29,10 +29,10 @@ _SAME_CALLS = (
 
 
 class Workers:
-    """The workers of a training cluster; a single one without a cluster.
+    """The workers of a training cluster; without a cluster, one worker.
 
     Args:
-        names: The workers' tasks, in the order of replicas: `("chief:0", "worker:0")`.
+        names: The names of the workers' tasks: `("chief:0", "worker:0")`.
         addresses: `"host:port"` of each worker; empty where unknown.
         index: This worker's index in that order.
         store: The workers' key-value store; None for a single worker.
@@ -61,7 +61,7 @@ class Workers:
         self._exchanges: collections.Counter[str] = collections.Counter()
         self._num_streams = 0
         self._num_agreements = 0
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
         if store is not None:
             self.watch = Watch(
                 self.names, self.addresses, index, store, self.timeouts, self.stop
@@ -79,7 +79,7 @@ class Workers:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the worker that alone writes files, for example."""
+        """Whether this is the first worker, which for example writes checkpoints."""
         return self.index == 0
 
     @property
@@ -88,10 +88,10 @@ class Workers:
         return None if self.watch is None else self.watch.log
 
     def new_stream(self, name: str) -> str:
-        """Return a new name for batches that all workers read together.
+        """Return a unique name for the exchanges of a stream of batches.
 
-        A name is never reused: workers may leave a stream after different numbers of
-        exchanges.
+        Streams must not share a name: workers may leave a stream after different
+        numbers of exchanges.
         """
         self._num_streams += 1
         return f"{name} {self._num_streams}"
@@ -107,11 +107,11 @@ class Workers:
         in_order: bool = True,
         overtaken: Callable[[str], str] | None = None,
     ) -> list[Any]:
-        """All-gather a small value over the workers; a barrier, too.
+        """All-gather a small value over the workers, which is also a barrier.
 
-        It uses the coordination service and takes a few milliseconds. Never call it
-        between the steps of a loop: while a worker waits here, it cannot compute the
-        steps that others have already begun.
+        An exchange uses the coordination service and takes a few milliseconds. Never
+        exchange between the steps of a loop: while a worker waits here, it cannot
+        compute the steps that others have already begun.
 
         Args:
             name: Key of the exchange. All workers exchange the same names in the same
@@ -120,26 +120,26 @@ class Workers:
             timeout_seconds: Defaults to the start-up deadline.
             while_waiting: Called at each poll with the indices of the missing workers;
                 may raise.
-            what: The exchange in messages; defaults to its name.
-            in_order: Whether all workers come here after the same steps; False in a
+            what: Description of the exchange in messages; defaults to `name`.
+            in_order: Whether all workers exchange after the same steps; False in a
                 thread that reads ahead.
-            overtaken: Formats the error for a worker that dispatches a program in place
-                of this exchange, from its name.
+            overtaken: Formats the error if another worker dispatches a program in place
+                of this exchange, from that worker's name.
 
         Returns:
             The values of all workers, in order.
 
         Raises:
             ClusterError: At the deadline, naming the missing workers.
-            ClusterMismatchError: Within seconds, if the script of a missing worker has
-                ended, or does another operation instead.
+            ClusterMismatchError: Within seconds, if a missing worker's script has ended
+                or does another operation instead.
         """
         watch = self.watch
         if watch is None:
             return [value]
         number = self._exchanges[name]
         self._exchanges[name] += 1
-        names = f"replicax/exchange/{urllib.parse.quote(name, safe='')}"
+        keys = f"replicax/exchange/{urllib.parse.quote(name, safe='')}"
         if in_order:
             watch.me.is_waiting = True
             watch.log.note_in_script(_exchange_of(name, what))
@@ -151,17 +151,17 @@ class Workers:
             if in_order:
                 self._require_same_order(watch, what or name, overtaken)
 
-        with self._counting:
+        with self._count_lock:
             watch.num_exchanging += 1
         try:
-            folder = f"{names}/{number}"
+            folder = f"{keys}/{number}"
             watch.store.put(f"{folder}/{self.index}", json.dumps(value))
             values = self._values_in(folder, watch, name, timeout_seconds, check)
-            if in_order:  # Not after an error: this script reports the error itself.
+            if in_order:  # An error skips this: the script reports the error itself.
                 watch.me.is_waiting = False
             if number:
-                # All workers are in this exchange, so all have read the previous one.
-                watch.store.delete(f"{names}/{number - 1}/{self.index}")
+                # All workers are in this exchange, so all have read the last exchange.
+                watch.store.delete(f"{keys}/{number - 1}/{self.index}")
             return values
         except StoreError as error:
             raise ClusterError(
@@ -169,7 +169,7 @@ class Workers:
                 f"does not answer ({error}); {name} needed it."
             ) from error
         finally:
-            with self._counting:
+            with self._count_lock:
                 watch.num_exchanging -= 1
 
     def _values_in(
@@ -249,7 +249,7 @@ class Workers:
     def agree(self, facts: Mapping[str, JSON], what: str) -> int:
         """Compare facts that must be equal on all workers.
 
-        The workers exchange hashes, and the fact itself only where hashes differ.
+        The workers exchange hashes, and a fact itself only if its hashes differ.
 
         Args:
             facts: The facts by name; the first one that differs is reported. A list
@@ -271,20 +271,20 @@ class Workers:
             digests,
             overtaken=lambda name: (
                 f"{self.name} has to compile {what}, but {name} went on with a program "
-                "that it has already. Their batches differ in shape, or they run "
-                "different steps."
+                "that it has already compiled. Their batches differ in shape, or they "
+                "run different steps."
             ),
             what=f"the agreement on {what}",
         )
         for name, fact in facts.items():
-            if len({of_one.get(name) for of_one in all_digests}) > 1:
+            if len({worker.get(name) for worker in all_digests}) > 1:
                 values = self.exchange("difference", fact, timeout_seconds=10)
                 other = next(i for i, value in enumerate(values) if value != values[0])
-                name, mine, its = _difference(name, values[0], values[other])
+                name, first, second = _difference(name, values[0], values[other])
                 raise ClusterMismatchError(
-                    f"the workers differ in {what}: {name} is {mine!r} on "
-                    f"{self.names[0]} and {its!r} on {self.names[other]}. All workers "
-                    "must run the same script with the same arguments and versions."
+                    f"the workers differ in {what}: {name} is {first!r} on "
+                    f"{self.names[0]} and {second!r} on {self.names[other]}. All "
+                    "workers must run the same script, arguments and versions."
                 )
         self._num_agreements += 1
         return self._num_agreements
@@ -298,17 +298,17 @@ class Workers:
         )
 
 
-def _difference(name: str, mine: JSON, its: JSON) -> tuple[str, JSON, JSON]:
-    """Find the first entry in which two facts differ; its name and its two values."""
-    if isinstance(mine, list) and isinstance(its, list):
-        pairs = list(zip(mine, its, strict=False))
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        mine, its = (x[place] if place < len(x) else "nothing" for x in (mine, its))
-        return f"{name}, entry {place}", mine, its
-    if isinstance(mine, dict) and isinstance(its, dict):
-        key = next(k for k in [*mine, *its] if mine.get(k) != its.get(k))
-        return f"{name}, {key}", mine.get(key), its.get(key)
-    return name, mine, its
+def _difference(name: str, a: JSON, b: JSON) -> tuple[str, JSON, JSON]:
+    """Return the name and the values of the first entry in which two facts differ."""
+    if isinstance(a, list) and isinstance(b, list):
+        pairs = list(zip(a, b, strict=False))
+        index = next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+        a, b = (x[index] if index < len(x) else "nothing" for x in (a, b))
+        return f"{name}, entry {index}", a, b
+    if isinstance(a, dict) and isinstance(b, dict):
+        key = next(k for k in [*a, *b] if a.get(k) != b.get(k))
+        return f"{name}, {key}", a.get(key), b.get(key)
+    return name, a, b
 
 
 @functools.lru_cache(maxsize=256)
@@ -320,7 +320,7 @@ _current = Workers()
 
 
 def current() -> Workers:
-    """Return the workers of this process' cluster; a single one without a cluster."""
+    """Return the workers of this process' cluster; without a cluster, one worker."""
     return _current
 
 

@@ -1,4 +1,4 @@
-"""The base class of launchers' environments."""
+"""The base class of launchers, and the result of detecting a launcher."""
 
 import os
 import re
@@ -15,7 +15,7 @@ __all__ = ["ALONE", "ClusterEnvironment", "IncompleteError", "Membership"]
 
 ALONE = "To train in this process alone, pass cluster_resolver='alone'."
 
-# JAX's own range for coordinators: the upper end, outside of Linux' ephemeral ports.
+# JAX's range for coordinators; Linux chooses its ephemeral ports below it.
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 
 
@@ -30,8 +30,8 @@ class Membership:
         coordinator: Otherwise the address `"host:port"` that process 0 listens on.
         local: This process' index on its machine, and the number of processes there,
             if the launcher leaves the choice of devices to the processes.
-        outer_count: Number of this launcher's own daemons, which an outer launcher
-            counts as processes, such as one on each machine; 0: unknown.
+        outer_count: Number of processes that an outer launcher counts in place of
+            `count`, such as one daemon on each machine; 0: unknown; None: `count`.
     """
 
     index: int | None = 0
@@ -56,18 +56,19 @@ class IncompleteError(ClusterConfigError):
 
 
 class ClusterEnvironment(ABC):
-    """A launcher, from the variables that it sets in each process.
+    """A launcher, which sets environment variables in each process.
 
     The base class reads four variables: this process' index, the number of processes,
-    and host and port of process 0. Subclasses name them, or override `membership`.
+    and host and port of process 0, the coordinator. Subclasses set the variables'
+    names, or override `membership`.
 
     Attributes:
         name: The launcher's name, an argument of strategies.
-        index: The variable of this process' index.
-        size: The variable of the number of processes.
-        host: The variable of the coordinator's host, or of its whole address.
-        port: The variable of the coordinator's port; empty if `host` includes it.
-        replaces: Launchers whose variables describe this launcher's own daemons.
+        index: Name of the variable with this process' index.
+        size: Name of the variable with the number of processes.
+        host: Name of the variable with the coordinator's host, or its whole address.
+        port: Name of the variable with the coordinator's port; empty: `host` has both.
+        replaces: Launchers whose variables describe this launcher's daemons.
     """
 
     name: ClassVar[str]
@@ -78,7 +79,7 @@ class ClusterEnvironment(ABC):
     replaces: ClassVar[tuple[str, ...]] = ()
 
     def detect(self) -> bool:
-        """Whether there is a sign of this launcher."""
+        """Whether a variable of this launcher is set."""
         address = "" if self.port else self.host
         return any(os.environ.get(x) for x in (self.index, self.size, address))
 
@@ -106,7 +107,7 @@ class ClusterEnvironment(ABC):
         return self.number(self.index, 0, count - 1), count
 
     def address(self, count: int) -> str:
-        """Read the coordinator's address; `JAX_COORDINATOR_ADDRESS` comes first."""
+        """Read the coordinator's address; `JAX_COORDINATOR_ADDRESS` overrides it."""
         if override := os.environ.get("JAX_COORDINATOR_ADDRESS"):
             return override
         names = [name for name in (self.host, self.port) if name]
@@ -116,7 +117,7 @@ class ClusterEnvironment(ABC):
         return f"{bracketed(os.environ[self.host])}:{self.number(self.port, 1, 65535)}"
 
     def local_rank(self, index: str, size: str) -> tuple[int, int] | None:
-        """Read the index on this machine, and the number there; None if not set."""
+        """Read the index and the number of processes on this machine; None: not set."""
         count = self.number(size, 1) if os.environ.get(size) else 0
         return (self.number(index, 0, count - 1), count) if count else None
 
@@ -165,7 +166,7 @@ def default_port(seed: int = 0) -> int:
     if re.fullmatch("[0-9]{1,5}", text):
         return int(text)
     raise ClusterConfigError(
-        f"JAX_COORDINATOR_PORT must be a port's number; got {text!r}. Correct it."
+        f"JAX_COORDINATOR_PORT must be a port number; got {text!r}. Correct it."
     )
 
 

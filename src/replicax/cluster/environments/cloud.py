@@ -1,4 +1,4 @@
-"""Services that give the addresses of all machines, with one process on each."""
+"""Cloud services that list all machines, and run one process on each."""
 
 import json
 import os
@@ -19,7 +19,7 @@ __all__ = ["SageMaker", "SkyPilot", "VertexAI"]
 
 
 class SageMaker(ClusterEnvironment):
-    """A training job of Amazon SageMaker: `SM_HOSTS`, or its file of resources."""
+    """A training job of Amazon SageMaker: `SM_HOSTS`, or the resource file."""
 
     name = "sagemaker"
     index = "SM_CURRENT_HOST"

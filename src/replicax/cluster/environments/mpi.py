@@ -1,4 +1,4 @@
-"""Launchers of MPI. The script itself needs no MPI library."""
+"""MPI launchers. The script itself needs no MPI library."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ __all__ = ["OpenMPI", "ProcessManagement"]
 
 # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 and 13145.0;tcp6://[fd00::2]:43370
 _URI = re.compile(r"(\d+)\.\d+;tcp(?:6://\[|://)([^],]+?)(?:[],]|:\d+(?:;|$))")
-_LAUNCHER = "OMPI_MCA_orte_hnp_uri"
+_URI_VARIABLE = "OMPI_MCA_orte_hnp_uri"
 _NAMESPACE = re.compile(r"prterun-(.+)-(\d+)@\d+")
 
 
@@ -39,8 +39,8 @@ class OpenMPI(ClusterEnvironment):
     def address(self, count: int) -> str:
         """Derive the coordinator's address from the job's name."""
         host, seed = "", 0
-        if match := _URI.match(os.environ.get(_LAUNCHER, "")):
-            host, seed = match[2], int(match[1]) >> 12  # Jobs count in steps of 4096.
+        if match := _URI.match(os.environ.get(_URI_VARIABLE, "")):
+            host, seed = match[2], int(match[1]) >> 12  # Job ids differ by >= 4096.
         elif match := _NAMESPACE.fullmatch(os.environ.get("PMIX_NAMESPACE", "")):
             host, seed = match[1], int(match[2])
         if not host or "JAX_COORDINATOR_ADDRESS" in os.environ:
@@ -59,7 +59,7 @@ class OpenMPI(ClusterEnvironment):
 class ProcessManagement(ClusterEnvironment):
     """PMI and PMIx: `mpiexec` of MPICH, Intel MPI and Cray PALS, and `prterun`.
 
-    They do not give the host of process 0; several machines need
+    Their variables do not name process 0's host: on several machines, set
     `JAX_COORDINATOR_ADDRESS`.
     """
 
@@ -81,8 +81,8 @@ class ProcessManagement(ClusterEnvironment):
     def address(self, count: int) -> str:
         """Read the coordinator's address, or derive it if there is one machine."""
         local = self._local()
-        is_named = "JAX_COORDINATOR_ADDRESS" in os.environ
-        if local is not None and local[1] == count and not is_named:
+        has_override = "JAX_COORDINATOR_ADDRESS" in os.environ
+        if local is not None and local[1] == count and not has_override:
             return f"localhost:{default_port(_launcher_id())}"
         self.require(
             "JAX_COORDINATOR_ADDRESS",
@@ -107,7 +107,8 @@ def _with_local(place: Membership, local: tuple[int, int] | None) -> Membership:
 def _launcher_id() -> int:
     """The id of the process that started this machine's processes of the job.
 
-    Hydra starts each one in a session of its own, also where a shell is in between.
+    Hydra starts each process, or a shell around it, as the leader of a session. So the
+    launcher is the parent of the session's leader.
     """
     try:
         leader = Path(f"/proc/{os.getsid(0)}/stat").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Ray: workers of Ray Train; actors and tasks of plain Ray raise an error."""
+"""Ray Train's workers. In actors and tasks of plain Ray, `membership` raises."""
 
 import contextlib
 import sys
@@ -42,8 +42,8 @@ class RayTrain(ClusterEnvironment):
             index, count = context.get_world_rank(), context.get_world_size()
         if not count:
             raise IncompleteError(
-                "ray: this process is an actor or a task of Ray, which does not know "
-                "of others. Use Ray Train's JaxTrainer, or set TF_CONFIG in each actor."
+                "ray: this process is an actor or a task of Ray, not a worker of Ray "
+                "Train. Use Ray Train's JaxTrainer, or set TF_CONFIG in each actor."
             )
         return Membership(index=index, count=count)
 
@@ -70,14 +70,14 @@ def _broadcast(index: int, count: int, seconds: float) -> str:
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             outcome.append(error)
 
-    # A thread: Ray has no deadline here.
+    # In a thread, because Ray's call has no deadline.
     thread = threading.Thread(target=broadcast, name="replicax-ray", daemon=True)
     thread.start()
 
     def late() -> NoReturn:
         raise ClusterError(
-            f"worker:{index}: not all of the {count} workers of Ray Train made their "
-            f"strategy within {seconds:.0f} s. Make it in every worker, or give it "
+            f"worker:{index}: not all of the {count} workers of Ray Train created a "
+            f"strategy within {seconds:.0f} s. Create it in every worker, or give it "
             "more time (rx.Timeouts(startup=...))."
         )
 

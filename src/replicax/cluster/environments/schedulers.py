@@ -29,7 +29,7 @@ class Slurm(ClusterEnvironment):
     def membership(self) -> Membership:
         """Read the step's tasks and nodes."""
         step = "SLURM_STEP_NUM_TASKS"
-        # A batch script and an interactive shell have an allocation, but no step.
+        # A batch script and an interactive shell run outside of a step.
         names = [step] if os.environ.get(step) else [self.size, self.host]
         count = max((self.number(x, 1) for x in names if os.environ.get(x)), default=1)
         if count == 1:
@@ -42,7 +42,7 @@ class Slurm(ClusterEnvironment):
         job = os.environ.get("SLURM_JOB_ID", "0")
         # A node's tasks have consecutive ports.
         port = default_port(int(job) % 3584 if job.isdigit() else 0)
-        return _of(SlurmClusterResolver(port_base=port))
+        return _membership_of(SlurmClusterResolver(port_base=port))
 
 
 class JobSet(ClusterEnvironment):
@@ -57,7 +57,7 @@ class JobSet(ClusterEnvironment):
         return bool(os.environ.get(self.index))
 
     def membership(self) -> Membership:
-        """Read the pod's variables, and the number of pods from the manifest's."""
+        """Read the pod's variables; the manifest sets the number of pods."""
         self.require(
             self.size,
             remedy="Set it in the container's env to the Job's completions, or let "
@@ -68,7 +68,7 @@ class JobSet(ClusterEnvironment):
         if count == 1:
             return Membership()
         try:
-            return _of(KubernetesClusterResolver(count))
+            return _membership_of(KubernetesClusterResolver(count))
         except ClusterConfigError as error:
             raise IncompleteError(f"kubernetes: {error}", count) from error
 
@@ -91,6 +91,6 @@ class TPUSlice(ClusterEnvironment):
         return Membership(index=index, count=resolver.num_hosts, resolver=resolver)
 
 
-def _of(resolver: KnownCluster) -> Membership:
+def _membership_of(resolver: KnownCluster) -> Membership:
     count = len(resolver.cluster_spec().workers)
     return Membership(index=resolver.task_id, count=count, resolver=resolver)

@@ -52,8 +52,8 @@ class TFConfig(ClusterEnvironment):
 class KerasDistribution(ClusterEnvironment):
     """The variables of `keras.distribution.initialize`.
 
-    `KERAS_DISTRIBUTION_JOB_ADDRESSES` has the addresses of all processes or of the
-    first one.
+    `KERAS_DISTRIBUTION_JOB_ADDRESSES` lists the addresses of all processes, or only the
+    address of process 0.
     """
 
     name = "keras"
@@ -107,8 +107,8 @@ class Torchrun(ClusterEnvironment):
     def address(self, count: int) -> str:
         """Read the coordinator's address."""
         address = super().address(count)
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if not is_agents or os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        is_agent_port = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not is_agent_port or os.environ.get("JAX_COORDINATOR_ADDRESS"):
             return address
         host, _, port = address.rpartition(":")
         return f"{host}:{default_port(int(port))}"
@@ -125,7 +125,7 @@ class KubeflowTrainJob(ClusterEnvironment):
 
 
 class KubeflowJaxJob(ClusterEnvironment):
-    """A pod of a Kubeflow JAXJob of the first version of its trainer."""
+    """A pod of a JAXJob of Kubeflow's Training Operator, version 1."""
 
     name = "jaxjob"
     index = "PROCESS_ID"
