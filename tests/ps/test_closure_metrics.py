@@ -60,5 +60,5 @@ def test_metrics_that_functions_make_do_not_count_as_the_scripts():
     expected = {"of shards": ("auc", 0.75), "of all": ("auc_1", 0.75)}
     for task in ("worker:0", "worker:1"):
         assert results[task].value == expected
-    warning = "assigned the bool variable 'flag', which stays on this worker"
+    warning = "assigned the bool variable 'flag'. The value stays on this worker"
     assert results["worker:1"].output.count(warning) == 1
