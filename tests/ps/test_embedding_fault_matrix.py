@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.ps.jobs import (
     BATCH_SIZE,
+    FAULTS,
     LABELS,
     LONG,
     POINTS,
@@ -22,6 +23,7 @@ from tests.ps.jobs import (
     Watched,
     all_done,
     check_none_twice,
+    disturb,
     durable,
     make,
 )
@@ -120,6 +122,15 @@ def hit_between_pushes_of_rows(number, *, dies):
     MessageStream.send = send_or_die
 
 
+@pytest.fixture(scope="module")
+def expected_loss():
+    """That of one device after `STEPS` steps."""
+    model, _ = words_model(rx.OneDeviceStrategy("cpu:0"))
+    options = {"batch_size": BATCH_SIZE, "epochs": EPOCHS, "shuffle": False}
+    model.fit(WORDS, LABELS, verbose=0, **options)
+    return float(model.evaluate(WORDS, LABELS, verbose=0))
+
+
 def check_counts(results, num_killed):
     """Each batch was trained on once, or given up with the worker that held it."""
     found = all_done(results)
@@ -133,6 +144,19 @@ def check_counts(results, num_killed):
         assert counted["lost"] == 0
         assert 0 <= made - counted["applied"] <= given_up
     return found
+
+
+@pytest.mark.parametrize(("fault", "tasks"), FAULTS)
+def test_no_rows_are_lost_or_applied_twice(tmp_path, expected_loss, fault, tasks):
+    with Job(tmp_path, asynchronously, options=durable(tmp_path), **LONG) as cluster:
+        for name in ("worker:0", "worker:1"):
+            cluster.wait_for_step(name, 12, 90)
+        disturb(cluster, fault, tasks)
+        # As many steps as that of one device, at least: its loss is compared.
+        cluster.wait_for_progress("worker:0", "worker:1", steps=STEPS // 2)
+        results = cluster.end()
+    killed = fault == "kill" and [t for t in tasks if t.startswith("worker")]
+    assert check_counts(results, len(killed or ()))["loss"] < 1.3 * expected_loss
 
 
 def test_a_worker_dies_between_the_rows_of_two_servers(tmp_path):
