@@ -106,7 +106,7 @@ _POSTPONED = (
 )
 
 
-class _Pending:
+class _InterruptQueue:
     """The interrupts within `reraising_interrupts`.
 
     Attributes:
@@ -153,7 +153,7 @@ class _Pending:
         self.moved_at = None
 
 
-_pending = _Pending()
+_pending = _InterruptQueue()
 _note = _pending.note  # One object: `signal` compares it.
 
 

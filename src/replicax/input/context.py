@@ -1,4 +1,4 @@
-"""The contexts for a user's input functions and value functions."""
+"""The arguments of a user's input functions and value functions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,15 +17,18 @@ __all__ = ["InputContext", "ValueContext", "per_replica", "stacked_values"]
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """The shard of the input that a pipeline reads.
+    """Identifies the shard of the input that a pipeline reads.
 
-    `strategy.distribute_datasets_from_function(fn)` calls `fn` with it. (TF:
-    `tf.distribute.InputContext`.)
+    `strategy.distribute_datasets_from_function(fn)` calls `fn` with an `InputContext`.
+    (TF: `tf.distribute.InputContext`.)
 
     Attributes:
         num_input_pipelines: Number of pipelines, one per worker.
         input_pipeline_id: This pipeline's index, from 0.
         num_replicas_in_sync: Number of replicas of all workers.
+
+    Raises:
+        ValueError: If `input_pipeline_id` is not a pipeline's index.
 
     Example:
         The second of 2 workers with 4 replicas each gets:
@@ -45,6 +48,13 @@ class InputContext:
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
+            raise ValueError(
+                f"InputContext: got input_pipeline_id={self.input_pipeline_id!r}, "
+                f"expected 0 to {self.num_input_pipelines - 1}, one per pipeline."
+            )
+
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Compute the number of examples in one replica's part of a global batch.
 
@@ -52,24 +62,24 @@ class InputContext:
             global_batch_size: `B`, the examples of all replicas in one step.
 
         Returns:
-            `B / num_replicas_in_sync`. 8 examples on 2 replicas are 4 each.
+            `B / num_replicas_in_sync`: 4 for 8 examples on 2 replicas.
 
         Raises:
             ValueError: If the replicas cannot share the batch equally.
         """
         num_replicas = self.num_replicas_in_sync
         if global_batch_size < 1 or global_batch_size % num_replicas:
-            above = max(1, -(-global_batch_size // num_replicas)) * num_replicas
+            multiple = max(1, -(-global_batch_size // num_replicas)) * num_replicas
             raise ValueError(
                 "InputContext.get_per_replica_batch_size: got "
                 f"global_batch_size={global_batch_size!r}, expected a multiple of the "
-                f"{num_replicas} replicas. Use {above}, for example."
+                f"{num_replicas} replicas. Use {multiple}, for example."
             )
         return global_batch_size // num_replicas
 
 
 class ValueContext:
-    """The replica that a value is made for.
+    """The replica for which a value function returns a value.
 
     (TF: `tf.distribute.experimental.ValueContext`.)
     """
@@ -83,10 +93,10 @@ def stacked_values(
     value_fn: Callable[[ValueContext], PyTree], num_replicas: int
 ) -> PyTree:
     """Call `value_fn` for each replica, and stack the results to leaves `[R, ...]`."""
-    rows = [
+    values = [
         by_rows(value_fn(ValueContext(i, num_replicas))) for i in range(num_replicas)
     ]
-    return jax.tree.map(_stack, *rows)
+    return jax.tree.map(_stack, *values)
 
 
 def per_replica(
@@ -96,9 +106,9 @@ def per_replica(
     *,
     is_batch: bool = False,
 ) -> PyTree:
-    """Place this process' host arrays and `DividedRows` `[R, ...]` as `PerReplica`s.
+    """Place host arrays and `DividedRows`, `[R, ...]`, on this process' devices.
 
-    For `num_active` and `is_batch` see `PerReplica`.
+    Each leaf becomes a `PerReplica`. For `num_active` and `is_batch` see `PerReplica`.
     """
     flat, structure = jax.tree.flatten(stacked)
     arrays = [x.stacked() if isinstance(x, DividedRows) else x for x in flat]
