@@ -204,6 +204,12 @@ def test_model_fn_with_unknown_arguments() -> None:
         Estimator(3)  # type: ignore[arg-type]
 
 
+def test_labels_without_an_argument_for_them() -> None:
+    estimator = Estimator(lambda features, mode: None)
+    with pytest.raises(ValueError, match="model_fn has no argument `labels`"):
+        estimator.train(input_fn, steps=1)
+
+
 def test_layers_from_outside_the_model_fn() -> None:
     layer = keras.layers.Dense(1)
     layer.build((None, 2))

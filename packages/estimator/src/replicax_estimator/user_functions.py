@@ -71,6 +71,10 @@ class ModelFunction:
             "config": self._config,
         }
         accepted = {name: arguments[name] for name in self._accepted}
+        if "labels" not in accepted and labels is not None:
+            raise ValueError(
+                "Estimator: the input has labels; model_fn has no argument `labels`."
+            )
         spec = self._model_fn(features, **accepted)
         require_instance(spec, EstimatorSpec, "Estimator: the result of model_fn")
         if spec.mode != mode:
