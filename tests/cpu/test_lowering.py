@@ -246,7 +246,7 @@ def test_the_users_own_programs_are_jaxs() -> None:
     results = strategy.run(lambda x: users(x, k), (x,))
     strategy.run(lambda x: (pools(x), jnp.einsum("bsi,bso->io", t, t)), (x,))
     strategy.run(lambda: jax.grad(residual_stream)(weights, stream))
-    assert_equal(users(x, k), results.values[0])
+    assert_equal(users(x, k), results)
     assert texts() == before
     assert rules == [lowering_rule_for_cpus(p) for p in lowering._SERVED]
     assert rules == [
@@ -322,7 +322,7 @@ def test_a_users_step_trains_under_strict_settings(name) -> None:
             return rx.get_replica_context().all_reduce("sum", loss)
 
         x, size = jnp.ones((8, 4), "float32"), jnp.full(2, 8, "int32")
-        losses = [float(strategy.run(step, (x, size)).values[0]) for _ in range(2)]
+        losses = [float(strategy.run(step, (x, size))) for _ in range(2)]
         # Each replica sees half of the sizes: 4 rows of 3 errors, divided by 8.
         assert losses[0] == pytest.approx(3.0)
         assert losses[1] < losses[0]

@@ -51,7 +51,7 @@ def test_a_variable_that_a_step_reads_is_made_in_the_scope() -> None:
     )
     assert left == []
     names = executed(text, {**DATA})
-    values = (names["out"].values[0], names["again"].values[0])
+    values = (names["out"], names["again"])
     assert tuple(map(float, values)) == (4.0, 10.0)
 
 

@@ -62,7 +62,7 @@ class InputContext:
             global_batch_size: `B`, the examples of all replicas in one step.
 
         Returns:
-            `B / num_replicas_in_sync`: 4 for 8 examples on 2 replicas.
+            `B / num_replicas_in_sync`. 8 examples on 2 replicas are 4 each.
 
         Raises:
             ValueError: If the replicas cannot share the batch equally.
