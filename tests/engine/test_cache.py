@@ -250,7 +250,7 @@ def test_changing_closed_over_values_compile_again_and_warn_once(
     (record,) = caplog.records
     assert "(learning_rate)" in record.getMessage()
     assert "unchanged" not in record.getMessage()
-    assert "pass what changes through args" in record.getMessage()
+    assert "pass changing values through args" in record.getMessage()
 
 
 def test_changing_defaults_warn_as_well(strategy, caplog) -> None:

@@ -250,7 +250,7 @@ def test_a_value_that_leaves_an_inner_function(data, strategy_of, how):
     with pytest.raises(TypeError, match="racer") as error:
         model.fit(*data, verbose=0)
     (note,) = (x for x in error.value.__notes__ if "fit(Sequential.train_step)" in x)
-    assert "assigned to a variable there, or kept" in note
+    assert "assigned it to a variable, or stored" in note
     assert "variable.assign(jax.lax.cond(" in note
 
 
@@ -269,7 +269,7 @@ def test_a_step_that_looks_at_a_value(data, strategy_of):
     with pytest.raises(TypeError, match="boolean") as error:
         model.fit(*data, verbose=0)
     (note,) = (x for x in error.value.__notes__ if "fit(_Branching.train_step" in x)
-    assert "or return the array, and look at it outside" in note
+    assert "or return the array, and read its value outside" in note
 
 
 def _distributed(strategy, data):

@@ -281,11 +281,11 @@ def test_arguments_without_rows_and_results_that_are_no_scalars() -> None:
             lambda x: rx.losses.whole_batch(fn)(x, *extra), args=(_split(strategy),)
         )
 
-    with pytest.raises(ValueError, match="one row for each example"):
+    with pytest.raises(ValueError, match="one row per example"):
         run(lambda x, scale: ops.mean(x) * scale, jnp.float32(2))
-    with pytest.raises(ValueError, match="one row for each example"):
+    with pytest.raises(ValueError, match="one row per example"):
         run(lambda x, w: ops.mean(x), jnp.ones((6, 2)))
-    with pytest.raises(ValueError, match=r"shape \(8,\), expected a scalar"):
+    with pytest.raises(ValueError, match=r"shape \(8,\); expected a scalar"):
         run(lambda x: ops.mean(x, axis=-1))
 
 

@@ -67,7 +67,7 @@ def test_train_steps_cannot_compute_with_new_values(data: Any, change: Any) -> N
     with pytest.raises(
         rx.ContextError,
         match=r"^CentralStorageStrategy: variable 'step.*/kernel' is used after "
-        r"optimizer\.apply in the same step\. .*[Uu]se it before",
+        r"optimizer\.apply in the same step\. .*Use the variable before",
     ):
         model.fit(*data, verbose=0)
 

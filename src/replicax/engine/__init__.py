@@ -1,19 +1,21 @@
 """The engine: a replica function becomes one XLA program.
 
 `program` is the entry: it discovers a function's variables, compiles one program and
-writes the variables back. It knows Keras' variables and scopes, no models or data.
+writes the variables back. The engine uses Keras' variables and scopes, but no models or
+data.
 
-Variables of aggregation `"sum"`, as metrics have, are split on the way in and summed on
-the way out, so a step may add to, reset, read or decay its share. All shares but the
-first are rounded to fewer bits, so that adding them up is exact.
+At the start of a step, each variable of aggregation `"sum"`, such as a metric's, is
+split into one summand per replica, and the summands are added at the end. So a step may
+add to, reset, read or decay its summand. All summands but the first are rounded to
+fewer bits, so that their sum is exact.
 
-`Optimizer.apply` first hands the gradients to the replica context, which sums them over
-the replicas in `run` and averages them in `fit`.
+`Optimizer.apply` first passes the gradients to the replica context, which sums them
+over the replicas in `run` and averages them in `fit`.
 
-An update that replicas divide between them (ZeRO) is made after the replicas' part of
-the program, and XLA's partitioner divides it. A step that uses the new values itself,
-as a GAN's does, makes the whole update inside.
+Updates that replicas divide (ZeRO) follow the replicas' part of the program, and XLA's
+partitioner divides them. If a step uses the new values itself, as a GAN's does, each
+device makes the whole update inside the step.
 
-The replica's index is folded into each seed generator's seed on the way in and taken
-out on the way out, so masks differ between replicas and the state stays mirrored.
+A step adds the replica's index to each seed generator's seed at the start, and restores
+the seed at the end, so masks differ between replicas and the state stays mirrored.
 """

@@ -1,9 +1,10 @@
-"""Sharded arrays of a replica: slices, all-gathers and their rematerialisation.
+"""Sharded weights of a replica: slices, all-gathers and their rematerialisation.
 
-Where replicas hold blocks of weights, a step gathers each weight before it computes
-with it. A layer's backward pass needs the weight too; kept until then, all layers'
-weights would be whole on every device at once. So the function that is differentiated
-gathers by itself, and a policy of `jax.checkpoint` keeps JAX from saving the result.
+Where replicas hold blocks of weights, a step gathers each weight before using it. A
+layer's backward pass needs the weight again. If JAX saved gathered weights until then,
+every device would hold all layers' whole weights at once. So the gathers are inside the
+function that is differentiated, and a policy of `jax.checkpoint` repeats them in the
+backward pass.
 
 XLA's partitioner divides the updates of sharded weights, after the replicas' part of
 the program: 3 to 6 times as fast for Muon as an update divided equation by equation,
@@ -35,9 +36,9 @@ __all__ = [
     "replicas_hold_blocks",
 ]
 
-# The backward pass recomputes results of these operations: they turn a gathered weight
-# into what is used, such as a copy of lower precision, and are cheap on activations.
-_NOT_KEPT = (
+# The backward pass recomputes the results of these operations. They gather a weight and
+# convert it, such as to lower precision; on activations they are cheap.
+_RECOMPUTED = (
     "all_gather",
     "broadcast_in_dim",
     "convert_element_type",
@@ -51,7 +52,7 @@ _NOT_KEPT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """A replica's slice of an array; the replicas' blocks are in order along `dim`."""
+    """A replica's slice of an array; the blocks of all replicas follow along `dim`."""
 
     data: jax.Array
     dim: int
@@ -65,11 +66,11 @@ def cut(value: jax.Array, dim: int, axis: ReplicaAxis) -> Block:
 
 
 class BlockedValues:
-    """The arrays that were gathered in one trace of a step, and their blocks.
+    """The arrays that one trace of a step has gathered, and their blocks.
 
-    So a gathered array that a step returns unchanged need not be cut again. Arrays are
-    found by identity: `whole` keeps each array, so that no other gets its id. A copy,
-    even `x + 0`, is not found and is cut: slower, but not wrong.
+    If a step returns a gathered array unchanged, its block need not be cut again.
+    Arrays are compared by identity; `whole` keeps them alive, so ids are unique. A
+    copy, even `x + 0`, is cut again: slower, but not wrong.
     """
 
     def __init__(self, axis: ReplicaAxis) -> None:
@@ -77,13 +78,13 @@ class BlockedValues:
         self._gathered: dict[int, tuple[jax.Array, Block]] = {}
 
     def whole(self, block: Block) -> jax.Array:
-        """Gather a block; `block_of` finds the block again by the returned array."""
+        """Gather a block; `block_of` returns the block of the returned array."""
         value = lax.all_gather(block.data, self.axis.name, axis=block.dim, tiled=True)
         self._gathered[id(value)] = (value, block)
         return value
 
     def block_of(self, value: jax.Array) -> Block | None:
-        """The block from which `whole` gathered an array, if any."""
+        """The block from which `whole` gathered `value`, if any."""
         _, block = self._gathered.get(id(value), (None, None))
         return block
 
@@ -97,13 +98,13 @@ def replicas_hold_blocks() -> bool:
 def regathering(
     fn: Callable[[PyTree], tuple[PyTree, PyTree]],
 ) -> Callable[[PyTree], tuple[PyTree, PyTree]]:
-    """Wrap `fn`, so that JAX keeps no gathered weight for the backward pass.
+    """Wrap `fn`, so that JAX saves no gathered weight for the backward pass.
 
     `fn` must gather with `gathered_here`, and return `(differentiated, other results)`.
     """
     if not replicas_hold_blocks():
         return fn
-    rematerialized = jax.checkpoint(fn, policy=_is_kept)
+    rematerialized = jax.checkpoint(fn, policy=_is_saved)
     if not required_context().blocked.axis.overlaps:
         return rematerialized
     return _with_backward_pass_inline(rematerialized)
@@ -112,11 +113,11 @@ def regathering(
 def _with_backward_pass_inline(
     fn: Callable[[PyTree], tuple[PyTree, PyTree]],
 ) -> Callable[[PyTree], tuple[PyTree, PyTree]]:
-    """Make the backward pass of a rematerialised function several equations.
+    """Inline the equations of a rematerialised function's backward pass.
 
-    JAX makes it one equation after a barrier: XLA then fuses nothing of it with the
-    forward pass, and `overlap` cannot see the order of gradients. Only gathers need a
-    barrier, or XLA would merge them with the gathers of the forward pass.
+    JAX's backward pass is one equation after a barrier: XLA cannot fuse it with the
+    forward pass, and `overlap` cannot see the order of gradients. Only the gathers need
+    a barrier, or XLA would merge them with the gathers of the forward pass.
     """
 
     def forward(values: PyTree) -> tuple[PyTree, PyTree]:
@@ -129,11 +130,11 @@ def _with_backward_pass_inline(
         flat, structure = jax.tree.flatten(shapes)
         are_floats = [x.dtype != jax.dtypes.float0 for x in flat]
 
-        def pulled() -> list[jax.Array]:
-            pulled_back = jax.tree.leaves(pullback(cotangents[0]))
-            return list(itertools.compress(pulled_back, are_floats))
+        def float_gradients() -> list[jax.Array]:
+            gradients = jax.tree.leaves(pullback(cotangents[0]))
+            return list(itertools.compress(gradients, are_floats))
 
-        grads = iter(_inlined(jax.make_jaxpr(pulled)(), target))
+        grads = iter(_evaluate_inline(jax.make_jaxpr(float_gradients)(), target))
         flat = [
             next(grads) if is_float else np.zeros(x.shape, x.dtype)
             for x, is_float in zip(flat, are_floats, strict=True)
@@ -145,10 +146,10 @@ def _with_backward_pass_inline(
     return inline
 
 
-def _inlined(closed: ClosedJaxpr, target: PyTree) -> list[jax.Array]:
-    """Evaluate a backward pass; evaluate its rematerialised calls inline.
+def _evaluate_inline(closed: ClosedJaxpr, target: PyTree) -> list[jax.Array]:
+    """Evaluate a backward pass, with its rematerialised calls inline.
 
-    Its gathers wait for `target`, where the forward pass ends.
+    Its gathers wait for `target`, the result of the forward pass.
     """
     env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
@@ -157,7 +158,7 @@ def _inlined(closed: ClosedJaxpr, target: PyTree) -> list[jax.Array]:
 
     for eqn in closed.jaxpr.eqns:
         values = [value_of(x) for x in eqn.invars]
-        if eqn.params.get("policy") is _is_kept:
+        if eqn.params.get("policy") is _is_saved:
             body = eqn.params["jaxpr"]
             gathers = [e for e in body.eqns if e.primitive.name == "all_gather"]
             blocks = {e.invars[0] for e in gathers}
@@ -173,8 +174,8 @@ def _inlined(closed: ClosedJaxpr, target: PyTree) -> list[jax.Array]:
     return [value_of(x) for x in closed.jaxpr.outvars]
 
 
-def _is_kept(primitive: Primitive, *_: object, **__: object) -> bool:
-    return primitive.name not in _NOT_KEPT
+def _is_saved(primitive: Primitive, *_: object, **__: object) -> bool:
+    return primitive.name not in _RECOMPUTED
 
 
 def gathered_here(
@@ -182,8 +183,8 @@ def gathered_here(
 ) -> list[jax.Array]:
     """Gather sharded weights inside the function that is differentiated.
 
-    `values` are the weights as arguments of that function: gradients flow to them.
-    `wholes` are the same weights as arrays outside of it, by which blocks are found.
+    `values` are the weights as arguments of that function, to which gradients flow.
+    `wholes` are the same weights outside that function, to look up their blocks.
     """
     if not replicas_hold_blocks():
         return list(values)
@@ -196,7 +197,7 @@ def gathered_here(
 
 
 def primal_of(value: jax.Array) -> jax.Array:
-    """Strip JAX's tracers of differentiation from a value: the array beneath them."""
+    """The array inside JAX's differentiation tracers."""
     while (primal := getattr(value, "primal", None)) is not None:
         value = primal
     return value
@@ -204,7 +205,7 @@ def primal_of(value: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _gathered(value: jax.Array, data: jax.Array, dim: int, axis_name: str) -> jax.Array:
-    """Gather a block; the gradient flows to `value`, the same array gathered before."""
+    """Gather the block `data`; the gradient flows to `value`, an equal array."""
     return _forward(value, data, dim, axis_name)[0]
 
 
@@ -212,7 +213,7 @@ def _forward(
     value: jax.Array, data: jax.Array, dim: int, axis_name: str
 ) -> tuple[jax.Array, None]:
     del value
-    # Not a call of `_gathered`, in which `_is_kept` would not see the all-gather.
+    # Not a call of `_gathered`, in which `_is_saved` would not see the all-gather.
     return lax.all_gather(data, axis_name, axis=dim, tiled=True), None
 
 

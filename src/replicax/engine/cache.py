@@ -1,4 +1,4 @@
-"""Which calls share a program: keys of functions and the bounded program cache."""
+"""Keys of functions, by which calls share programs, and the bounded program cache."""
 
 import dis
 import functools
@@ -39,25 +39,25 @@ class Identity:
 
 
 def static_key(value: object) -> Hashable:
-    """A key for a value that a program bakes in: plain values by value."""
+    """A key for a constant of a program: plain values by value, others by identity."""
     if isinstance(value, float | complex):
         return (type(value), repr(value))  # 0.0 == -0.0, and NaN equals nothing.
     return (type(value), value) if isinstance(value, _PLAIN) else Identity(value)
 
 
 class _KeyOfFunction:
-    """A function's key, and the objects that the key depends on, to validate it fast.
+    """A function's key, and the objects from which it was made, to validate it fast.
 
     Attributes:
         parts: Names and keys of the function's closed-over values, defaults and
-            globals. Functions of the same code have equally many.
+            globals. Functions of the same code have the same number of parts.
         key: The function's key.
     """
 
     def __init__(self, fn: types.FunctionType, *, with_globals: bool = True) -> None:
         self._fn = weakref.ref(fn)
         self._with_globals = with_globals
-        self._functions = [fn]  # In the key; a second occurrence is a position.
+        self._functions = [fn]  # A function that occurs again has its position as key.
         self._cells: list[tuple[types.CellType, object]] = []
         self._names: list[tuple[dict[str, object], str, object]] = []
         self.parts = self._parts_of(fn)
@@ -65,7 +65,7 @@ class _KeyOfFunction:
         self._functions.clear()
 
     def is_current(self, fn: types.FunctionType) -> bool:
-        """Whether the key belongs to `fn`, and no object of it has been replaced."""
+        """Whether this is the key of `fn`, and no object of the key was replaced."""
         return (
             self._fn() is fn  # `functools.wraps` copies attributes to other functions.
             and all(values.get(name) is value for values, name, value in self._names)
@@ -77,7 +77,7 @@ class _KeyOfFunction:
         return any(x is fn for *_, x in [*self._cells, *self._names])
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Pickle as None, with a function that has this as an attribute."""
+        """Pickle as None: a pickled function takes its attributes along."""
         return (type(None), ())
 
     def _parts_of(self, fn: types.FunctionType) -> list[tuple[str, Hashable]]:
@@ -110,12 +110,12 @@ class _KeyOfFunction:
         return self._inner_key(content) if is_function else static_key(content)
 
     def _global_key(self, value: object, module: dict[str, object]) -> Hashable:
-        """A key of a global: of a function of this module, one by its content."""
+        """A key of a global; a function of the same module is compared by content."""
         if isinstance(value, types.FunctionType) and value.__globals__ is module:
             return self._inner_key(value)
         kind = type(value)
         if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
-            return value  # Modules, models: compared by identity, and in C.
+            return value  # Python compares modules and models by identity, in C.
         return static_key(value)
 
     def _inner_key(self, fn: types.FunctionType) -> Hashable:
@@ -130,15 +130,15 @@ def _joined(fn: types.FunctionType, parts: list[tuple[str, Hashable]]) -> Hashab
 
 
 def _content(cell: types.CellType) -> object:
-    """A cell's content; None for a name of the outer function that is not bound yet."""
+    """A cell's content; None if the outer function has not bound the name yet."""
     try:
         return cell.cell_contents
     except ValueError:
         return None
 
 
-# Making a key takes longer than the rest of `Strategy.run` on the host, so a function
-# stores its key as an attribute. (In a dictionary, keys would keep models alive.)
+# To make a key takes longer than the rest of `Strategy.run` on the host, so the key is
+# stored as an attribute of the function. (A dictionary would keep models alive.)
 _KEY = "_replicax_key"
 
 
@@ -157,20 +157,19 @@ def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Has
         key = function_key(fn.__func__, with_globals=with_globals)
         return (Identity(fn.__self__), key)
     if not isinstance(fn, types.FunctionType):
-        # Such objects compare by identity, and in C.
+        # Python compares objects without `__eq__` by identity, in C.
         return fn if type(fn).__eq__ is object.__eq__ else Identity(fn)
     stored: _KeyOfFunction | None = fn.__dict__.get(_KEY) if with_globals else None
     if stored is not None and stored.is_current(fn):
         return stored.key
     new = _KeyOfFunction(fn, with_globals=with_globals)
-    if with_globals and not new.refers_to(fn):  # Else a reference cycle.
+    if with_globals and not new.refers_to(fn):  # Avoid a reference cycle.
         fn.__dict__[_KEY] = new
     return new.key
 
 
 @functools.lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a function and those inside it look up in its module."""
     names = {
         instruction.argval
         for instruction in dis.get_instructions(code)
@@ -192,7 +191,7 @@ def unwrap_partial(
 
 
 class _Entry(Generic[T]):
-    """A program under its key; entries of equal keys are equal.
+    """A program and its key; entries with equal keys are equal.
 
     `holder` is the dictionary that keeps the entry alive.
     """
@@ -248,7 +247,7 @@ class ProgramCache(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """The programs, the least recently used one first."""
-        entries = [place() for place in list(self._entries)]
+        entries = [reference() for reference in list(self._entries)]
         programs = [None if entry is None else entry.program for entry in entries]
         return iter([program for program in programs if program is not None])
 
@@ -257,23 +256,23 @@ class ProgramCache(Generic[T]):
 
     def get(self, fn: Callable[..., PyTree], key: Hashable, make: Callable[[], T]) -> T:
         """The program under `(function, key)`, made with `make` if it is new."""
-        wanted: _Entry[T] = _Entry((function_key(fn), key))
+        probe: _Entry[T] = _Entry((function_key(fn), key))
         with self._lock:
-            place = weakref.ref(wanted)
-            stored = self._entries.get(place)
+            reference = weakref.ref(probe)
+            stored = self._entries.get(reference)
             entry = None if stored is None else stored()
             if entry is not None and entry.program is not None:
-                self._entries.move_to_end(place)
+                self._entries.move_to_end(reference)
                 return entry.program
-        self._warn_if_made_anew(fn)
+        self._warn_of_redefinition(fn)
         program = make()
-        self._keep(wanted.key, program)
+        self._keep(probe.key, program)
         return program
 
     def keep(self, fn: Callable[..., PyTree], key: Hashable, program: T) -> None:
-        """Store a program again after its first call, under the function's present key.
+        """Store a program again after its first call, under the function's current key.
 
-        Its trace may have changed a closed-over value, such as a counter.
+        The trace may have changed a closed-over value, such as a counter.
         """
         self._keep((function_key(fn), key), program)
 
@@ -283,28 +282,28 @@ class ProgramCache(Generic[T]):
             holder = vars(owner).setdefault(_PROGRAMS, _Programs())
         with self._lock:
             entry = _Entry(full_key, program)
-            place = weakref.ref(entry)
-            self._drop(place)
+            reference = weakref.ref(entry)
+            self._drop(reference)
             entry.holder = holder
             holder[id(entry)] = entry
-            self._entries[place] = place
-            for freed in [place for place in self._entries if place() is None]:
+            self._entries[reference] = reference
+            for freed in [x for x in self._entries if x() is None]:
                 del self._entries[freed]
             if len(self._entries) > self._size:
                 self._drop(next(iter(self._entries)))
 
-    def _drop(self, place: weakref.ref[_Entry[T]]) -> None:
-        stored = self._entries.pop(place, None)
+    def _drop(self, reference: weakref.ref[_Entry[T]]) -> None:
+        stored = self._entries.pop(reference, None)
         entry = None if stored is None else stored()
         if entry is not None:
             entry.holder.pop(id(entry), None)
 
-    def _warn_if_made_anew(self, fn: Callable[..., PyTree]) -> None:
+    def _warn_of_redefinition(self, fn: Callable[..., PyTree]) -> None:
         fn = getattr(fn, "__func__", fn)
         if not isinstance(fn, types.FunctionType) or fn.__code__ in self._warned:
             return
         parts = _KeyOfFunction(fn).parts
-        # Hashes keep nothing alive, unlike keys.
+        # Hashes, unlike keys, do not keep objects alive.
         version = [hash(part) for _, part in parts]
         versions = self._versions.setdefault(fn.__code__, [])
         if version not in versions:
@@ -319,9 +318,9 @@ class ProgramCache(Generic[T]):
             if len(set(values)) > 1
         ]
         _logger.warning(
-            "%s has been compiled %d times because it is made anew with other "
+            "%s has been compiled %d times because it is defined again with other "
             "closed-over values (%s) each time. Define it once outside the loop and "
-            "pass what changes through args; every new version costs a compilation.",
+            "pass changing values through args; every new version costs a compilation.",
             describe(fn),
             len(versions),
             ", ".join(changed),

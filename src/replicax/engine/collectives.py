@@ -1,6 +1,6 @@
 """Cross-device operations: all-reduces and reduce-scatters over the replicas.
 
-Everything here runs inside a replica program, on the mesh axis of the replicas.
+They are traced into a replica program and use the replicas' mesh axis.
 """
 
 import enum
@@ -45,10 +45,10 @@ class ReduceOp(enum.StrEnum):
 
     @classmethod
     def of(cls, op: object, caller: str) -> "ReduceOp":
-        """`op` as a `ReduceOp`, also of a string such as `"sum"`.
+        """Convert `op`, a `ReduceOp` or a string such as `"sum"`, to a `ReduceOp`.
 
         Raises:
-            ValueError: For an unknown operation; it names `caller`, the public call.
+            ValueError: For an unknown operation; the message names `caller`.
         """
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
@@ -63,13 +63,13 @@ class CrossDeviceOps(ABC):
 
     (TF: `tf.distribute.CrossDeviceOps`.)
 
-    A subclass writes `sum`; it is traced into the step's program, so it may use any JAX
-    collective on `axis.name`. It may also write `reduce`, to see all gradients of a
-    step at once, and `scatter`, if it can do better than `sum`.
+    A subclass defines `sum`, which is traced into the step's program and may use any
+    JAX collective on `axis.name`. It may also override `reduce`, which gets all
+    gradients of a step at once, and `scatter`, to send less than `sum` does.
 
     Attributes:
-        num_packs: Number of buckets that the gradients of a step are divided into, each
-            summed as one array. 0 or 1: XLA decides. Ignored where
+        num_packs: Number of buckets of a step's gradients; each bucket is summed as one
+            array. 0 or 1: XLA decides. Ignored if
             `CommunicationOptions.bytes_per_pack` is set.
 
     Example:
@@ -94,8 +94,8 @@ class CrossDeviceOps(ABC):
         """Combine every array of `tree` over the replicas with `op`.
 
         Raises:
-            TypeError: If `sum` returns what is no array.
-            ValueError: If `sum` returns another shape or dtype than its argument has.
+            TypeError: If `sum` does not return an array.
+            ValueError: If `sum` changes the shape or dtype.
         """
         total = self._sums(tree, axis)
         if op is ReduceOp.SUM:
@@ -106,15 +106,15 @@ class CrossDeviceOps(ABC):
         """This replica's block of the sum: block i of `axis.size` along `dim`.
 
         Args:
-            value: Any shape, one per replica; `dim` divides by `axis.size`.
+            value: An array of any shape, one per replica.
             axis: The replicas.
-            dim: The dimension that is divided.
+            dim: The dimension to split; its size is a multiple of `axis.size`.
 
         Returns:
-            `value`'s shape with `dim` divided by `axis.size`.
+            An array of `value`'s shape, with dimension `dim` divided by `axis.size`.
 
         Raises:
-            ValueError: If the dimension does not divide.
+            ValueError: If the size of `dim` is no multiple of `axis.size`.
         """
         size = self._block_size(value, axis, dim)
         total = self._checked_sum(value, axis)
@@ -140,26 +140,26 @@ class CrossDeviceOps(ABC):
         return size
 
 
-def check_like(call: str, got: object, value: jax.Array) -> None:
-    """Raise unless `got`, which `call` returned, has `value`'s shape and dtype."""
-    if not isinstance(got, jax.Array):
+def check_like(call: str, result: object, value: jax.Array) -> None:
+    """Raise unless `result`, which `call` returned, has `value`'s shape and dtype."""
+    if not isinstance(result, jax.Array):
         raise TypeError(
-            f"{call}: returned {got!r} of type {type(got).__name__}, expected an array "
-            f"of shape {value.shape} and dtype {value.dtype}."
+            f"{call}: returned {result!r} of type {type(result).__name__}, expected an "
+            f"array of shape {value.shape} and dtype {value.dtype}."
         )
-    if got.shape != value.shape or got.dtype != value.dtype:
+    if result.shape != value.shape or result.dtype != value.dtype:
         raise ValueError(
-            f"{call}: returned shape {got.shape} and dtype {got.dtype} for a value of "
-            f"shape {value.shape} and dtype {value.dtype}. Return the value's shape "
-            "and dtype."
+            f"{call}: returned shape {result.shape} and dtype {result.dtype} for a "
+            f"value of shape {value.shape} and dtype {value.dtype}. Return the value's "
+            "shape and dtype."
         )
 
 
 class NcclAllReduce(CrossDeviceOps):
     """XLA's own all-reduce: NCCL on GPUs, the interconnect on TPUs, memory on CPUs.
 
-    The default. XLA merges the all-reduces of a step into few large ones by itself.
-    (TF: `tf.distribute.NcclAllReduce`.)
+    The default. XLA merges a step's all-reduces into a few large ones. (TF:
+    `tf.distribute.NcclAllReduce`.)
 
     Args:
         num_packs: See `CrossDeviceOps`.
@@ -202,8 +202,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
     Args:
         num_packs: See `CrossDeviceOps`.
-        group_size: Number of neighbouring replicas in one group; must divide the number
-            of replicas. Defaults to the replicas of one host.
+        group_size: Number of neighbouring replicas in a group, a divisor of the number
+            of replicas. Default: the number of replicas on one host.
 
     Raises:
         ValueError: In a step, if `group_size` does not divide the number of replicas.
@@ -245,8 +245,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         if value.size == 0:
             return lax.slice_in_dim(value, 0, size, axis=dim)
         first = jnp.moveaxis(value, dim, 0)
-        # After the first stage a replica has the blocks of all its counterparts in
-        # other groups; the second stage scatters these blocks between them.
+        # After the first stage, a replica has its group's sums of the blocks of all its
+        # counterparts. The second stage scatters these sums to the counterparts.
         blocks = first.reshape(len(inside), len(across), size, *first.shape[1:])
         block = jnp.swapaxes(blocks, 0, 1)
         for groups in (inside, across):
@@ -269,10 +269,10 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
 
 class ReductionToOneDevice(NcclAllReduce):
-    """The same sum as `NcclAllReduce`, under a name that scripts for TF use.
+    """TF's name, for scripts that use it; sums like `NcclAllReduce`.
 
-    XLA's all-reduce needs no device that holds the sum; replicax logs this once.
-    (TF: `tf.distribute.ReductionToOneDevice`.)
+    No device collects the sum: a warning in the log says so once. (TF:
+    `tf.distribute.ReductionToOneDevice`.)
 
     Args:
         reduce_to_device: Ignored.
@@ -292,9 +292,9 @@ class ReductionToOneDevice(NcclAllReduce):
     ) -> None:
         if accumulation_fn is not None:
             raise ValueError(
-                f"ReductionToOneDevice: got {accumulation_fn=}, expected None: "
-                "XLA sums the replicas. Subclass rx.CrossDeviceOps, whose `sum` "
-                "may combine values in any other way."
+                f"ReductionToOneDevice: got {accumulation_fn=}, expected None: XLA's "
+                "all-reduce sums the values. To combine them in another way, subclass "
+                "rx.CrossDeviceOps and define `sum`."
             )
         super().__init__()
         _log_all_reduce()

@@ -21,13 +21,13 @@ __all__ = ["gather", "local_results", "reduce", "require_all_replicas"]
 def reduce(
     op: ReduceOp, value: PyTree, axis: int | None, group: ReplicaGroup
 ) -> PyTree:
-    """Combine the replicas' values in `value`, and dimension `axis` of them."""
+    """Reduce each `PerReplica` in `value` over the replicas, and over `axis` if set."""
 
     def reduce_leaf(leaf: PyTree) -> PyTree:
         if isinstance(leaf, PerReplica):
             require_all_replicas(leaf, group.num_replicas, "reduce")
         elif group.holds(leaf) or op is ReduceOp.MEAN or group.num_replicas == 1:
-            leaf = _of_each(leaf, group)
+            leaf = _repeated(leaf, group)
         else:
             raise ValueError(
                 f"Strategy.reduce: got {leaf!r}, which is no result of run, so its sum "
@@ -40,8 +40,8 @@ def reduce(
                 "no sum. Use strategy.gather, or value.values[i]."
             )
         dim = None if axis is None else _checked_axis(leaf, axis, "reduce")
-        reducer = _reducer(op, dim, _whole(leaf.array), leaf.num_active)
-        return reducer(leaf.array)
+        sharding = _sharding_of_result(leaf.array)
+        return _reducer(op, dim, sharding, leaf.num_active)(leaf.array)
 
     return jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica)
 
@@ -51,17 +51,18 @@ def gather(value: PyTree, axis: int, group: ReplicaGroup) -> PyTree:
 
     def gather_leaf(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, PerReplica):
-            leaf = _of_each(leaf, group)
+            leaf = _repeated(leaf, group)
         require_all_replicas(leaf, group.num_replicas, "gather")
         require_dense(leaf.array, "Strategy.gather")
         dim = _checked_axis(leaf, axis, "gather")
-        return _gatherer(dim, _whole(leaf.array), leaf.num_active)(leaf.array)
+        sharding = _sharding_of_result(leaf.array)
+        return _gatherer(dim, sharding, leaf.num_active)(leaf.array)
 
     return jax.tree.map(gather_leaf, value, is_leaf=is_per_replica)
 
 
 def local_results(value: PyTree, group: ReplicaGroup) -> tuple[PyTree, ...]:
-    """This process' values of the results in a pytree, one tree per replica."""
+    """Split a pytree of results into one tree for each of this process' replicas."""
     leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
     values = {i: x.values for i, x in enumerate(leaves) if isinstance(x, PerReplica)}
     equal = [x for x in leaves if group.holds(x)]
@@ -88,8 +89,8 @@ def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> Non
         )
 
 
-def _of_each(value: ArrayLike, group: ReplicaGroup) -> PerReplica:
-    """A value that is equal on all replicas, as the `PerReplica` of these."""
+def _repeated(value: ArrayLike, group: ReplicaGroup) -> PerReplica:
+    """A `PerReplica` of equal values."""
     array = jnp.stack([jnp.asarray(local_value(value))] * group.num_replicas)
     return PerReplica(array, num_active_of(value))
 
@@ -121,8 +122,8 @@ def _gatherer(
     return jax.jit(gathered, out_shardings=sharding)
 
 
-def _whole(array: ArrayLike) -> NamedSharding | None:
-    """The sharding of a result that all processes get; None: JAX chooses."""
+def _sharding_of_result(array: ArrayLike) -> NamedSharding | None:
+    """Replicated if `array` spans processes, so that all get it; None: JAX chooses."""
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return None

@@ -29,13 +29,13 @@ __all__ = [
 ]
 
 
-_SMALL_BYTES = 2**16  # Smaller gradients, such as of biases, need no overlap.
+_SMALL_BYTES = 2**16  # Sums of smaller gradients, such as of biases, need no overlap.
 _COMPRESSIONS = (None, "bfloat16")
 _OWN_OPERATIONS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
 
 
 GradientHook: TypeAlias = Callable[[list[jax.Array | None]], Sequence[jax.Array | None]]
-"""Changes a replica's own gradients; None stands for a missing gradient."""
+"""Maps a replica's own gradients to new ones; None stands for a missing gradient."""
 
 
 class CollectiveCommunication(enum.Enum):
@@ -45,9 +45,9 @@ class CollectiveCommunication(enum.Enum):
     `CollectiveCommunication`.)
 
     Attributes:
-        AUTO: What XLA has for the devices: NCCL for GPUs, ICI for TPUs, Gloo for CPUs.
-        RING: The same as AUTO; on CPUs that is Gloo's ring.
-        NCCL: NCCL, or an error where there are no GPUs.
+        AUTO: XLA's default for the devices: NCCL for GPUs, ICI for TPUs, Gloo for CPUs.
+        RING: The same as AUTO; Gloo's algorithm for CPUs is a ring.
+        NCCL: NCCL; without GPUs, strategies raise an error.
 
     Example:
         >>> import replicax as rx
@@ -71,24 +71,24 @@ class CommunicationOptions:
     (TF: `tf.distribute.experimental.CommunicationOptions`.)
 
     Args:
-        bytes_per_pack: Gradients are summed in buckets of at most this many bytes, the
-            last layers' first, as the backward pass finishes them. A larger gradient is
-            a bucket of its own. 0: on GPUs buckets that overlap with the backward pass;
-            elsewhere XLA decides.
-        timeout_seconds: How long a step may wait for a worker; replaces `step` of the
-            strategy's `timeouts`. None: does not replace it.
+        bytes_per_pack: Maximum size of a bucket. Gradients are summed in buckets, the
+            last layers' first, as the backward pass computes them. A larger gradient is
+            a bucket of its own. 0: on GPUs, buckets that overlap with the backward
+            pass; elsewhere XLA decides.
+        timeout_seconds: How long a step may wait for a worker. None: `step` of the
+            strategy's `timeouts`.
         implementation: The collectives between workers.
-        compression: `"bfloat16"`: float32 and float64 gradients travel, and are summed,
-            as bfloat16, which has 8 significant bits and float32's range. The sum over
-            R replicas is off by at most about `R / 256` of the sum of magnitudes.
+        compression: `"bfloat16"`: float32 and float64 gradients are sent and summed as
+            bfloat16, which has 8 significant bits and float32's range. The error of a
+            sum over R replicas is at most about `R / 256` of the sum of magnitudes.
             (float16 is not offered: a sum beyond 65504 would be infinite.) None: no
             compression.
-        gradient_hook: Called in the replica program, before the sum, with the list of
-            this replica's gradients, None for a variable without gradient; returns a
-            list of the same length, shapes and dtypes. It may use any JAX operation.
+        gradient_hook: A function that is traced into the replica program, before the
+            sum. It gets the list of this replica's gradients, None for a variable
+            without gradient, and returns a list of the same length, shapes and dtypes.
 
     Raises:
-        ValueError: For any other value.
+        ValueError: For invalid values.
 
     Example:
         >>> options = CommunicationOptions(bytes_per_pack=2**25, timeout_seconds=60)
@@ -105,9 +105,9 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         if type(self.bytes_per_pack) is not int or self.bytes_per_pack < 0:
             raise ValueError(
-                "CommunicationOptions: bytes_per_pack must be a number of bytes, 0 or "
-                f"more, as an integer; got {self.bytes_per_pack!r}. 0 leaves packing "
-                "to replicax and XLA."
+                "CommunicationOptions: bytes_per_pack must be an integer number of "
+                f"bytes, 0 or more; got {self.bytes_per_pack!r}. With 0, replicax and "
+                "XLA decide."
             )
         if type(self.implementation) is not CollectiveCommunication:
             raise ValueError(
@@ -133,30 +133,30 @@ def sum_gradients(
     weights: list[jax.Array] | None = None,
     updates_are_last: bool = False,
 ) -> list[jax.Array | None]:
-    """Sum each gradient over the replicas, as the options say.
+    """Sum each gradient over the replicas; None stays None.
 
-    In this order: the user's hook, `on_device`, compression, the sums in their buckets,
-    and the dtypes that the gradients had. None stays None.
+    The order is: the user's hook, `on_device`, compression, the sums in buckets, and
+    the cast back to the gradients' dtypes.
 
     Args:
-        grads: This replica's gradients, any shapes and dtypes.
-        ops: Makes the sums.
+        grads: This replica's gradients, of any shapes and dtypes.
+        ops: The cross-device operations that sum.
         axis: The replicas' devices.
         options: None: the defaults.
-        dims: For each gradient the dimension along which its sum is scattered: each
-            replica gets a block. None: every replica gets the whole sum.
-        on_device: Combines the gradients of a device's replicas. It gets those that are
-            not None.
-        weights: The weights of the gradients. A weight that must not be updated before
-            its gradient's sum is there is replaced in this list by one that waits.
-        updates_are_last: Whether updates wait for all buckets of scattered sums but the
-            last one, so that the backward pass hides these. No gathers of new weights
-            may follow.
+        dims: For each gradient, the dimension along which the sum is scattered, so that
+            each replica gets a block; None: every replica gets the whole sum.
+        on_device: Sums the gradients, without Nones, over the replicas of a device.
+        weights: The weights of the gradients, changed in place: kernels of convolutions
+            are replaced by equal values that wait for their gradient's sum; see
+            `sum_in_order`.
+        updates_are_last: Whether updates wait for all buckets of scattered sums except
+            the last bucket, so that the backward pass hides the sums. Only for programs
+            that do not gather the new weights afterwards.
 
     Raises:
-        TypeError: If the hook or the operations return what is no array.
-        ValueError: If they return another structure, shape or dtype, or for a dimension
-            that does not divide.
+        TypeError: If the hook or `ops` does not return arrays.
+        ValueError: If the hook or `ops` changes the structure, a shape or a dtype, or
+            if a dimension cannot be split into equal blocks.
     """
     options = options or CommunicationOptions()
     arrays = [None if g is None else jnp.asarray(g) for g in grads]
@@ -168,11 +168,9 @@ def sum_gradients(
     sums = own
     if axis.size > 1:
         sent = {i: _compressed(g, options.compression) for i, g in own.items()}
-        scattered = (
-            {} if dims is None else {i: d for i, d in enumerate(dims) if d is not None}
-        )
-        blocks, sent = _blocks(sent, scattered, ops, axis, updates_are_last)
-        sums = blocks | _whole_sums(sent, ops, axis, options, weights)
+        dim_of = {i: d for i, d in enumerate(dims or ()) if d is not None}
+        blocks, others = _block_sums(sent, dim_of, ops, axis, updates_are_last)
+        sums = blocks | _whole_sums(others, ops, axis, options, weights)
     return [
         None if g is None else sums[i].astype(own[i].dtype)
         for i, g in enumerate(arrays)
@@ -184,25 +182,25 @@ def _compressed(grad: jax.Array, compression: str | None) -> jax.Array:
     return grad.astype(compression) if compression and is_wide else grad
 
 
-def _blocks(
+def _block_sums(
     grads: dict[int, jax.Array],
-    dims: dict[int, int],
+    dim_of: dict[int, int],
     ops: CrossDeviceOps,
     axis: ReplicaAxis,
     updates_are_last: bool,
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
-    """This replica's blocks of the sums that have `dims`, and the other gradients."""
+    """Scatter the sums of gradients in `dim_of`; also return the other gradients."""
 
     def scatter(bucket: Sequence[int], arrays: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(bucket, arrays, strict=True)
-        return [ops.scatter(x, axis, dims[i]) for i, x in pairs]
+        return [ops.scatter(x, axis, dim_of[i]) for i, x in pairs]
 
-    others = {i: g for i, g in grads.items() if i not in dims}
-    grads = {i: g for i, g in grads.items() if i in dims}
+    others = {i: g for i, g in grads.items() if i not in dim_of}
+    grads = {i: g for i, g in grads.items() if i in dim_of}
     plan = plan_sums(grads, axis, scatters=True)
     blocks = sum_in_order(grads, plan, scatter, axis, updates_are_last=updates_are_last)
     if plan.buckets and updates_are_last:
-        # XLA expects small sums and updates to hide the scattered buckets.
+        # Without a barrier, XLA would keep small sums and updates to hide the buckets.
         early = {i: x for i, x in blocks.items() if i not in plan.buckets[-1]}
         small = {i: x for i, x in others.items() if x.nbytes < _SMALL_BYTES}
         early, small = lax.optimization_barrier((early, small))
@@ -220,13 +218,13 @@ def _whole_sums(
     plan = plan_sums(
         grads,
         axis,
-        may_overlap=type(ops) in _OWN_OPERATIONS,  # Others may look at each gradient.
+        may_overlap=type(ops) in _OWN_OPERATIONS,  # A user's may need each gradient.
         bytes_per_pack=options.bytes_per_pack,
         num_packs=ops.num_packs,
     )
 
     def reduce(_: Sequence[int], arrays: list[jax.Array]) -> list[jax.Array]:
-        # Not `ops.sum`: a subclass may have a `reduce` of its own.
+        # Not `ops.sum`: a subclass may override `reduce`.
         sums = ops.reduce(ReduceOp.SUM, arrays, axis)
         call = f"{type(ops).__name__}.reduce"
         if not isinstance(sums, list) or len(sums) != len(arrays):
@@ -243,7 +241,6 @@ def _whole_sums(
 def _hooked(
     grads: list[jax.Array | None], hook: GradientHook
 ) -> list[jax.Array | None]:
-    """Call the user's hook on the gradients, and check its results."""
     results = hook(list(grads))
     missing = [g is None for g in grads]
     if not isinstance(results, list | tuple) or [x is None for x in results] != missing:

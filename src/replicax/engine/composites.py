@@ -1,7 +1,8 @@
-"""Composite arrays: pytree nodes of several arrays that together are one to the user.
+"""Composite arrays: pytree nodes of several arrays that a user sees as one array.
 
-A sparse array (`BCOO`) has entries and indices as components, a quantised array its
-numbers and their scale. JAX flattens them like a dict, but components have no rows.
+The components of a sparse array (`BCOO`) are its entries and indices; those of a
+quantised array are its numbers and their scale. JAX flattens a composite array like a
+dict, but the components do not have the array's rows.
 
 Legend: `R` replicas. A composite array is *stacked* where each of its components is
 `[R, ...]`.
@@ -28,17 +29,17 @@ __all__ = [
 ]
 
 
-# Frequent types that are no composite arrays.
+# Frequent types that are not composite arrays.
 _PLAIN = frozenset({list, tuple, dict, type(None), np.ndarray, int, float, bool, str})
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` is an array of NumPy's or JAX's."""
+    """Whether `value` is an array of NumPy or JAX."""
     return isinstance(value, jax.Array | np.ndarray | np.generic)
 
 
 def is_key(value: object) -> bool:
-    """Whether `value` is an array of JAX's random keys, which NumPy does not know."""
+    """Whether `value` is an array of JAX's random keys, which NumPy cannot hold."""
     return isinstance(value, jax.Array) and jnp.issubdtype(
         value.dtype, jax.dtypes.prng_key
     )
@@ -66,18 +67,18 @@ def described(value: PyTree) -> str:
 
 
 def is_foreign(value: object) -> bool:
-    """Whether `value` is a sparse array of SciPy's or TensorFlow's."""
+    """Whether `value` is a sparse array of SciPy or TensorFlow."""
     kind = type(value)
     package = kind.__module__.partition(".")[0]
     if package == "scipy":
         return hasattr(value, "tocoo")
-    # TensorFlow's own, and what a tf.data.Dataset yields as NumPy arrays.
+    # `tf.data.Dataset.as_numpy_iterator` yields a SparseTensorValue.
     names = ("SparseTensor", "SparseTensorValue")
     return package == "tensorflow" and kind.__name__ in names
 
 
 def one_of(value: PyTree, components: Sequence[PyTree]) -> PyTree:
-    """One replica's value of a stacked composite array, from its components."""
+    """One replica's value of the stacked array `value`, from the value's components."""
     one = jax.tree.unflatten(jax.tree.structure(value), components)
     if isinstance(one, sparse.BCOO):
         one.shape = one.shape[1:]

@@ -1,4 +1,4 @@
-"""Sums over the replicas that hold examples of the batch: they *count* in the step."""
+"""Sums over the replicas that *count* in a step: those with examples of the batch."""
 
 from collections.abc import Callable
 
@@ -15,43 +15,43 @@ __all__ = ["CountedReplicas"]
 
 
 class CountedReplicas:
-    """The replicas of a step, of which only some may hold examples of the batch."""
+    """The replicas of a step; some may compute on copies, and do not count."""
 
     def __init__(
         self, group: ReplicaGroup, gradient_op: ReduceOp, num_active: int | None
     ) -> None:
-        """Take the arguments of `ReplicaContext`."""
+        """See `ReplicaContext` for the arguments."""
         self._group = group
         self._gradient_op = gradient_op
         self._num_active = num_active
 
     @property
     def loss_scale(self) -> int:
-        """Factor on a replica's share of the global loss.
+        """The factor on a replica's share of the global loss.
 
-        `num_counted` where gradients are averaged, else 1.
+        `num_counted` if gradients are averaged, 1 if they are summed.
         """
         return self.num_counted if self._gradient_op is ReduceOp.MEAN else 1
 
     def mapped(
         self, fn: Callable[..., PyTree], in_axes: PyTree, out_axes: PyTree
     ) -> Callable[..., PyTree]:
-        """Map `fn` over the replicas of a device, as the step is mapped."""
+        """Map `fn` over the replicas of a device, like the step itself."""
         return self._group.mapped(fn, in_axes, out_axes)
 
     @property
     def num_replicas_here(self) -> int:
-        """Number of replicas that this program's collectives join."""
+        """Number of replicas in this program."""
         return self._group.num_replicas
 
     @property
     def replica_id_here(self) -> jax.Array:
-        """This replica's number among those of this program."""
+        """This replica's number in this program."""
         return self._group.index()
 
     @property
     def num_counted(self) -> int:
-        """Number of replicas whose examples count in this step."""
+        """Number of replicas that count in this step."""
         return self._num_active or self._group.num_replicas
 
     def counted(self, tree: PyTree) -> PyTree:
@@ -69,14 +69,14 @@ class CountedReplicas:
     def sum(self, tree: PyTree) -> PyTree:
         """Sum over the replicas that count, with XLA's all-reduce.
 
-        Gradients through the sum are those of the losses that count, too.
+        Gradients through the sum are from losses of replicas that count, too.
         """
         return self.of_counted_losses(self._group.sum(self.counted(tree)))
 
     def of_counted_losses(self, tree: PyTree) -> PyTree:
-        """The same arrays, without gradients from replicas that do not count."""
-        # Those replicas compute losses on copies of examples. Backward through an
-        # all-reduce, their gradients would be added to the others'.
+        """The same arrays; replicas that do not count send back no gradients."""
+        # Replicas that do not count compute losses on copies of examples. An all-reduce
+        # in the backward pass would add their gradients to the others.
         tree = self._where_counted(tree, lax.stop_gradient)
         return tree if self._num_active is None else declare_mirrored(tree)
 
@@ -85,24 +85,24 @@ class CountedReplicas:
         return jax.tree.map(lambda x: x / self.num_counted, self.sum(tree))
 
     def summand(self, value: jax.Array) -> jax.Array:
-        """This replica's part of a value; the parts that count sum to it exactly.
+        """This replica's summand of a value; summands that count sum to it exactly.
 
-        Parts are equal, and the first replica adds the remainder. They are rounded to
-        fewer bits, so that sums of parts need no rounding in any order.
+        Summands are equal, but the first replica adds the remainder. They are rounded
+        to fewer bits, so that sums of them are exact in any order.
         """
         num = self.num_counted
         if num == 1:
             return value
         if jnp.issubdtype(value.dtype, jnp.floating):
             info = jnp.finfo(value.dtype)
-            kept = max(1, info.nmant - 2 * num.bit_length())
-            part = lax.reduce_precision(value / num, info.nexp, kept)
+            num_bits = max(1, info.nmant - 2 * num.bit_length())
+            summand = lax.reduce_precision(value / num, info.nexp, num_bits)
             # The remainder of infinity would be NaN.
-            part = jnp.where(jnp.isfinite(value), part, 0)
+            summand = jnp.where(jnp.isfinite(value), summand, 0)
         else:
-            part = value // num
+            summand = value // num
         is_first = self._group.index() == 0
-        return jnp.where(is_first, value - (num - 1) * part, part)
+        return jnp.where(is_first, value - (num - 1) * summand, summand)
 
     def first(self, tree: PyTree) -> PyTree:
         """The first replica's value, on all replicas."""

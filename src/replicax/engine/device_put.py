@@ -1,4 +1,4 @@
-"""Places arrays on the replicas' devices, of one process or of several."""
+"""Places arrays on the replicas' devices, in one process or several."""
 
 import functools
 import warnings
@@ -31,13 +31,12 @@ _WIDE = (np.dtype("int64"), np.dtype("uint64"))
 
 
 def laid_out(value: PyTree, sharding: NamedSharding, like: PyTree = None) -> jax.Array:
-    """Place a value that every process has, by a sharding.
+    """Place a value, equal in every process, by a sharding, without communication.
 
-    Each process places its own equal value and sends nothing. (`jax.device_put` would
-    compare the values, a collective at each call.)
+    (`jax.device_put` would compare the processes' values: a collective at each call.)
 
-    JAX takes a tenth of the time if `like`, such as the array that is replaced, has the
-    value's shape and dtype and is replicated over these devices. JAX may then read the
+    `like` may be an array of the same shape and dtype that is replicated over these
+    devices, such as the old value. JAX then takes a tenth of the time, but may read the
     memory of `value` after the return.
     """
     if (
@@ -50,24 +49,24 @@ def laid_out(value: PyTree, sharding: NamedSharding, like: PyTree = None) -> jax
         and (type(value) is np.ndarray or value.sharding.num_devices == 1)
     ):
         return put_everywhere(value, like)
-    if _is_nowhere(sharding):
+    if _has_no_devices(sharding):
         return value
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
     if is_key(value):
-        return _as_data(lambda x: laid_out(x, sharding), value)
+        return _place_keys(lambda x: laid_out(x, sharding), value)
     value = local_value(value)
-    places = sharding.addressable_devices_indices_map(np.shape(value))
-    shards = [jax.device_put(value[index], d) for d, index in places.items()]
+    indices = sharding.addressable_devices_indices_map(np.shape(value))
+    shards = [jax.device_put(value[index], d) for d, index in indices.items()]
     return jax.make_array_from_single_device_arrays(
         np.shape(value), sharding, shards, dtype=shards[0].dtype
     )
 
 
 def is_spread(value: object) -> bool:
-    """Whether other processes hold parts of an array that this process lacks."""
+    """Whether this process lacks parts of an array, which other processes hold."""
     return isinstance(value, jax.Array) and not (
         isinstance(value, jax.core.Tracer)
         or value.is_fully_replicated
@@ -76,30 +75,30 @@ def is_spread(value: object) -> bool:
 
 
 def gathered(array: jax.Array) -> jax.Array:
-    """Gather an array whose parts are on several processes, as `resharded` does."""
+    """Gather an array whose parts are on several processes; see `resharded`."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
         raise TypeError(f"gathered: expected a NamedSharding, got {sharding!r}.")
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    return resharded(array, whole).addressable_data(0)
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    return resharded(array, replicated).addressable_data(0)
 
 
 def resharded(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Place an array whose parts are on several processes; a collective.
+    """Change the sharding of an array whose parts are on several processes.
 
-    All processes must call it, for the same arrays in the same order.
+    A collective: all processes must call it for the same arrays in the same order.
     """
     log = workers.current().log
     if log is not None:
         kind = f"{array.dtype}{list(array.shape)}"
         name = f"the gathering of an array that workers have parts of ({kind})"
         log.note(Operation(name, f"gathered {kind};".encode()))
-    return _to(sharding)(array)
+    return _resharder(sharding)(array)
 
 
 @functools.lru_cache(maxsize=16)
-def _to(sharding: NamedSharding) -> Wrapped:
-    """One function per sharding: JAX would compile a new function at each call."""
+def _resharder(sharding: NamedSharding) -> Wrapped:
+    # Cached, since JAX compiles each new function again.
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
@@ -112,7 +111,7 @@ def local_value(value: PyTree) -> PyTree:
 
 def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """Place this process' rows of arrays that are split over all processes."""
-    if _is_nowhere(sharding):
+    if _has_no_devices(sharding):
         return tree
     warn_of_wide_integers(jax.tree.leaves(tree))
     if sharding.is_fully_addressable:
@@ -120,7 +119,7 @@ def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
     def place(x: PyTree) -> jax.Array:
         if is_key(x):
-            return _as_data(place, x)
+            return _place_keys(place, x)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
     return jax.tree.map(place, tree)
@@ -129,14 +128,14 @@ def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
 def warn_of_wide_integers(arrays: Iterable[PyTree]) -> None:
     """Warn of NumPy's 64-bit integers that do not fit into 32 bits.
 
-    Unless `jax_enable_x64` is set, JAX drops their upper bits silently.
+    Without `jax_enable_x64`, JAX drops the upper bits silently.
     """
     for x in arrays:
         if not isinstance(x, np.ndarray) or x.dtype not in _WIDE or not x.size:
             continue
         limits = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
         if x.view(np.uint64).max() <= limits.max:
-            continue  # One pass in most cases: negative numbers are large as unsigned.
+            continue  # One pass suffices: as unsigned, negative numbers are large.
         least, most = x.min(), x.max()
         if least < limits.min or most > limits.max:
             warnings.warn(
@@ -148,12 +147,11 @@ def warn_of_wide_integers(arrays: Iterable[PyTree]) -> None:
             )
 
 
-def _as_data(place: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:
-    """Place random keys as their data, the arrays of integers."""
+def _place_keys(place: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:
     data = place(jax.random.key_data(keys))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
 
-def _is_nowhere(sharding: NamedSharding) -> bool:
-    """Whether arrays cannot be placed: the devices are described ones."""
+def _has_no_devices(sharding: NamedSharding) -> bool:
+    """Whether arrays cannot be placed, since the devices are only described."""
     return is_described(next(iter(sharding.device_set)))

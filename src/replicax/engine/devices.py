@@ -43,10 +43,10 @@ _PATTERN = re.compile(
 def set_logical_devices(n: int) -> None:
     """Make this machine's CPU appear as `n` devices, to develop without accelerators.
 
-    Call it first, before anything touches a JAX device. XLA's CPU collectives block
-    one thread per device, and stop for good when the thread pool has too few; the pool
-    is sized for `n` devices here (environment variable `NPROC`), so set device counts
-    with this function only. (TF: `tf.config.set_logical_device_configuration`.)
+    Call it first, before anything uses a JAX device. XLA's CPU collectives block one
+    thread per device, and hang if the thread pool is too small. This function also sets
+    the size of the pool (environment variable `NPROC`), so use no other way to set the
+    number of devices. (TF: `tf.config.set_logical_device_configuration`.)
 
     Args:
         n: Number of CPU devices, at least 1.
@@ -71,9 +71,9 @@ def set_logical_devices(n: int) -> None:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError as error:
         raise RuntimeError(
-            f"set_logical_devices: JAX has already started its devices, so n={n} comes "
-            "too late. Call rx.set_logical_devices before any array, model or strategy "
-            "is made, at the top of the script."
+            f"set_logical_devices: JAX has already started its devices, so n={n} has "
+            "no effect. Call rx.set_logical_devices at the top of the script, before "
+            "creating any array, model or strategy."
         ) from error
     os.environ["NPROC"] = str(cpu_pool_size(n))
     keep_loops(os.environ)
@@ -83,34 +83,34 @@ def set_logical_devices(n: int) -> None:
 def before_start() -> None:
     """Apply the settings that have an effect only before JAX starts its devices.
 
-    Strategies call this where they first ask for devices, or join a cluster.
+    Strategies call this before they first use devices, or join a cluster.
     """
     if has_devices():
         return
     skip_libtpu_without_chips(os.environ)
-    named = jax.config.values.get("jax_platforms") or "cpu"
-    gpus = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
-    if named.startswith("cpu") and not gpus:
+    platforms = jax.config.values.get("jax_platforms") or "cpu"
+    has_gpus = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+    if platforms.startswith("cpu") and not has_gpus:
         share_one_heap()
 
 
 def check_cpu_pool(devices: Sequence[Device]) -> None:
-    """Raise for CPU devices whose thread pool is so small that collectives can hang."""
-    here = jax.process_index()
-    num_cpu = sum(d.platform == "cpu" and d.process_index == here for d in devices)
+    """Raise if the CPU devices' thread pool is so small that collectives can hang."""
+    process = jax.process_index()
+    num_cpu = sum(d.platform == "cpu" and d.process_index == process for d in devices)
     if num_cpu:
         is_on()  # Raises for an unknown value now, not in the first step.
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if num_cpu > 1 and threads < 2 * num_cpu:
         raise DeviceError(
             f"{num_cpu} CPU devices share a pool of {threads} threads, in which XLA's "
-            f"collectives can hang; at least {2 * num_cpu} are needed. Make the "
-            f"devices with rx.set_logical_devices({num_cpu}) instead of by hand."
+            f"collectives can hang; at least {2 * num_cpu} are needed. Create the "
+            f"devices with rx.set_logical_devices({num_cpu}), not with JAX's options."
         )
 
 
 def default_devices() -> list[Device]:
-    """Return all visible accelerators of this process, else its CPU devices."""
+    """Return all visible accelerators of this process, or else its CPU devices."""
     stand_ins = stand_in_devices()
     if stand_ins is not None:
         return list(stand_ins)
@@ -122,27 +122,28 @@ def default_devices() -> list[Device]:
 def devices_of_one_kind(
     devices: Sequence[str | Device] | None, caller: str, argument: str = "devices"
 ) -> list[Device]:
-    """Find devices by their strings, or all visible ones; all are of one platform.
+    """Find devices by their strings (None: all visible ones); check their platform.
 
-    A DeviceError names the public call, `caller`, and its `argument`.
+    A DeviceError for several platforms names the public call, `caller`, and its
+    `argument`.
     """
     if devices is None:
         return default_devices()
-    found = resolve_devices(devices, caller)
-    if len({d.platform for d in found}) > 1:
+    resolved = resolve_devices(devices, caller)
+    if len({d.platform for d in resolved}) > 1:
         raise DeviceError(
             f"{caller}: {argument}={list(devices)!r} mixes platforms; replicas in step "
             "need devices of one kind."
         )
-    return found
+    return resolved
 
 
 def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device]:
-    """Find the devices that strings such as `"gpu:0"` or `"/gpu:0"` name.
+    """Find devices by strings such as `"gpu:0"` or `"/gpu:0"`.
 
     TF's long form `"/job:localhost/replica:0/task:0/device:GPU:0"` and JAX devices are
-    understood. A DeviceError names `caller` for an unknown, absent or repeated device,
-    or an empty list.
+    accepted, too. For an unknown, missing or repeated device, or an empty list, a
+    DeviceError names `caller`.
     """
     if isinstance(devices, str):
         raise DeviceError(
@@ -152,26 +153,27 @@ def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device
     if not hasattr(devices, "__iter__"):
         raise DeviceError(
             f"{caller}: devices must be a list of device strings; got {devices!r}. "
-            "Name each, as in devices=['gpu:0', 'gpu:1'], or leave devices out to use "
-            "all accelerators."
+            "Name each device, as in devices=['gpu:0', 'gpu:1'], or omit devices to "
+            "use all accelerators."
         )
     stand_ins = stand_in_devices()
     if stand_ins is not None:
         return list(stand_ins)
     before_start()
-    found = [_resolve(d, caller) for d in devices]
-    if not found:
+    resolved = [_resolve(d, caller) for d in devices]
+    if not resolved:
         raise DeviceError(
-            f"{caller}: devices is empty. Name at least one of {_visible()}, or leave "
-            "devices out to use all accelerators."
+            f"{caller}: devices is empty. Name at least one of {_visible()}, or omit "
+            "devices to use all accelerators."
         )
-    repeated = sorted({device_name(d) for d in found if found.count(d) > 1})
+    repeated = sorted({device_name(d) for d in resolved if resolved.count(d) > 1})
     if repeated:
         raise DeviceError(
             f"{caller}: {', '.join(repeated)} appears more than once in "
-            f"devices={list(devices)!r}; a device holds one replica. Name each once."
+            f"devices={list(devices)!r}; a device holds one replica. Name each device "
+            "once."
         )
-    return found
+    return resolved
 
 
 def _resolve(device: str | Device, caller: str) -> Device:
@@ -180,7 +182,7 @@ def _resolve(device: str | Device, caller: str) -> Device:
     match = _PATTERN.match(device) if isinstance(device, str) else None
     if match is None:
         raise DeviceError(
-            f"{caller}: {device!r} is no device string. Write one such as 'gpu:0' or "
+            f"{caller}: {device!r} is no device string. Examples are 'gpu:0' and "
             f"'/gpu:0'. Visible here: {_visible()}."
         )
     platform, index = match["platform"].lower(), int(match["index"])
@@ -201,8 +203,8 @@ def device_name(device: Device) -> str:
     """A device's string, such as `"gpu:0"`."""
     if is_described(device):
         return f"{device.platform}:{device.id}"
-    same = jax.devices(device.platform)
-    local = [d for d in same if d.process_index == device.process_index]
+    devices = jax.devices(device.platform)
+    local = [d for d in devices if d.process_index == device.process_index]
     return f"{_short_platform(device.platform)}:{local.index(device)}"
 
 
@@ -226,7 +228,7 @@ class PhysicalDevice(NamedTuple):
     (TF: `tf.config.PhysicalDevice`.)
 
     Attributes:
-        name: Such as `"gpu:0"`; strategies take it as a device.
+        name: Such as `"gpu:0"`; strategies accept it as a device.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
 
     Example:
@@ -240,7 +242,7 @@ class PhysicalDevice(NamedTuple):
 
 
 class LogicalDevice(PhysicalDevice):
-    """A device of JAX, of which a CPU may have several.
+    """A JAX device; a CPU may be divided into several.
 
     (TF: `tf.config.LogicalDevice`.)
 
@@ -255,11 +257,11 @@ class LogicalDevice(PhysicalDevice):
 
 
 def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
-    """List the CPU, as one device, and the accelerators; starts none of JAX's devices.
+    """List the CPU, as one device, and the accelerators; JAX's devices do not start.
 
-    A process can still join a cluster or divide the CPU afterwards. Before JAX has
-    started, only NVIDIA GPUs and TPU chips are seen. (TF:
-    `tf.config.list_physical_devices`.)
+    So a process can still join a cluster or divide the CPU afterwards. Before JAX's
+    devices are started, NVIDIA GPUs and TPU chips are the only accelerators listed.
+    (TF: `tf.config.list_physical_devices`.)
 
     Args:
         device_type: `"CPU"`, `"GPU"` or `"TPU"`; None: all.
@@ -283,9 +285,9 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
 
 
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
-    """List this process' JAX devices, which strategies take; starts them.
+    """Start JAX's devices, and list those of this process.
 
-    Afterwards a process can no longer divide the CPU or join a cluster. (TF:
+    Afterwards the process can no longer divide the CPU or join a cluster. (TF:
     `tf.config.list_logical_devices`.)
 
     Args:
@@ -313,6 +315,6 @@ def _local_devices(platform: str) -> list[Device]:
 
 
 def _is_allowed(*platforms: str) -> bool:
-    """Whether JAX will start the devices of a platform, by one of its names."""
+    """Whether JAX may start the devices of a platform with these alternative names."""
     allowed = jax.config.values.get("jax_platforms")
     return not allowed or not set(platforms).isdisjoint(allowed.split(","))

@@ -1,6 +1,6 @@
-"""Creates empty arrays inside replica programs, not as operands.
+"""Creates empty arrays inside replica programs, instead of passing them as operands.
 
-XLA of JAX 0.11 crashes when it compiles a `shard_map` for several devices that has an
+JAX 0.11's XLA crashes when it compiles a `shard_map` for several devices with an
 operand without elements: an argument, or an array that the function closes over.
 """
 
@@ -27,7 +27,7 @@ def uses_empty_arrays(jaxpr: AnyJaxpr) -> bool:
 
 
 def creating_empty_arrays(body: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Wrap a function for `shard_map`, so that it creates its empty arrays itself."""
+    """Wrap a function for `shard_map`, so that it creates its empty arrays inside."""
 
     @functools.wraps(body)
     def call(*args: PyTree) -> PyTree:
@@ -40,7 +40,7 @@ def creating_empty_arrays(body: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _created(array: jax.Array) -> jax.Array:
-    """An array itself, or a new array in place of an empty one."""
+    """The array itself, or a new array if it is empty."""
     if 0 not in array.shape or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return array
     return jnp.zeros(array.shape, array.dtype)

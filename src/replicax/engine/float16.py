@@ -1,8 +1,8 @@
 """Scales backward passes in float16, so that more replicas cause no overflow.
 
 `fit` averages gradients, so each of R replicas differentiates the mean over its own
-rows, and the gradient of a row's output is R times as large as on one device. So the
-backward pass starts from the loss divided by R, and its gradients are multiplied by R.
+rows, and a row's gradients are R times as large as on one device. So the backward pass
+starts from the loss divided by R, and the gradients of weights are multiplied by R.
 """
 
 import functools

@@ -18,10 +18,10 @@ from replicax.engine.checks.retrace import require_same_trace, require_same_valu
 from replicax.engine.float16 import gradients_unscaled, loss_scaled
 from replicax.engine.replay import (
     Perturbation,
-    Reached,
+    ReplayEnd,
     Source,
-    StepRun,
-    current_run,
+    StepTrace,
+    current_trace,
     rebind,
 )
 from replicax.engine.variables import (
@@ -42,8 +42,8 @@ def value_and_grad(
 ) -> Callable[..., PyTree]:
     """Make a function that returns `loss_fn`'s value and its gradients for variables.
 
-    What `loss_fn` writes to variables (metrics, moving statistics) is kept. Works
-    inside a replica function and outside. (JAX: `jax.value_and_grad`.)
+    The values that `loss_fn` assigns to variables (metrics, moving statistics) are
+    kept. Works inside a replica function and outside. (JAX: `jax.value_and_grad`.)
 
     Args:
         loss_fn: Returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -78,22 +78,22 @@ def value_and_grad(
         outer = current_scope()
 
         def functional(values: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-            values = gradients_unscaled(gathered_here(values, start))
-            new_values = dict(zip(map(id, variables), values, strict=True))
-            with ChildScope(outer, new_values) as scope:
+            values = gradients_unscaled(gathered_here(values, old_values))
+            values_by_id = dict(zip(map(id, variables), values, strict=True))
+            with ChildScope(outer, values_by_id) as scope:
                 result = loss_fn(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
             written[:] = scope.written.values()
-            updates = [value for _, value in scope.updates()]
-            return loss_scaled(loss), (aux, masks_of(aux), updates)
+            new_values = [value for _, value in scope.updates()]
+            return loss_scaled(loss), (aux, masks_of(aux), new_values)
 
         written: list[Variable] = []
-        start = [jnp.asarray(v.value) for v in variables]
-        (loss, (aux, masks, updates)), grads = jax.value_and_grad(
+        old_values = [jnp.asarray(v.value) for v in variables]
+        (loss, (aux, masks, new_values)), grads = jax.value_and_grad(
             regathering(functional), has_aux=True
-        )(start)
+        )(old_values)
         attach_masks(aux, masks)
-        for variable, value in zip(written, updates, strict=True):
+        for variable, value in zip(written, new_values, strict=True):
             variable.assign(value)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -101,13 +101,12 @@ def value_and_grad(
 
 
 class GradientTape:
-    """Differentiate what a step function computes inside `with`, as TF scripts do.
+    """Differentiate the operations of a step function inside `with`, as TF scripts do.
 
-    Works inside a function run by `strategy.run`, and in a `train_step` that it runs.
-    Python side effects of the function happen again on each replay, as on each trace,
-    and must not change what it computes.
-    Enter the tape at the function's own level, not inside a `jax.lax.scan` or `cond`.
-    (TF: `tf.GradientTape`.)
+    Works inside a function that `strategy.run` or `fit` runs, such as a `train_step`.
+    `gradient` traces the function again, so the function's Python side effects are
+    repeated and must not change the results. Enter the tape at the function's own
+    level, not inside a `jax.lax.scan` or `cond`. (TF: `tf.GradientTape`.)
 
     Args:
         persistent: Whether `gradient` may be called more than once.
@@ -137,47 +136,48 @@ class GradientTape:
             )
         self._persistent = persistent
         self._used = False
-        self._run: StepRun | None = None
-        self._index = -1
+        self._trace: StepTrace | None = None
+        self._index = -1  # Among the tapes of the trace.
         self._watched: list[jax.Array] = []
-        self._replaced: list[tuple[Variable, jax.Array, jax.Array]] = []
+        # Variables with their original and their perturbed values.
+        self._perturbed: list[tuple[Variable, jax.Array, jax.Array]] = []
 
     def __enter__(self) -> "GradientTape":
-        self._run = current_run("GradientTape")
-        self._index = next(self._run.tapes)
-        self._run.recording.add(self._index)
+        self._trace = current_trace("GradientTape")
+        self._index = next(self._trace.tapes)
+        self._trace.recording.add(self._index)
         self._watched = []
-        for perturbation in self._perturbations(self._run):
-            self._perturb_variables(self._run, perturbation)
+        for perturbation in self._perturbations(self._trace):
+            self._perturb_variables(self._trace, perturbation)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        run = self._run
-        if run is None:
+        trace = self._trace
+        if trace is None:
             return
-        run.recording.discard(self._index)
-        for variable, original, perturbed in reversed(self._replaced):
-            # What the step assigned in between stays.
-            if run.scope.state_mapping.get(id(variable)) is perturbed:
-                run.scope.state_mapping[id(variable)] = original
-        self._replaced = []
+        trace.recording.discard(self._index)
+        for variable, original, perturbed in reversed(self._perturbed):
+            # A value that the step assigned in between stays.
+            if trace.scope.state_mapping.get(id(variable)) is perturbed:
+                trace.scope.state_mapping[id(variable)] = original
+        self._perturbed = []
 
     def watch(self, tensor: PyTree) -> None:
-        """Make arrays sources that `gradient` may be asked for.
+        """Allow arrays as sources of `gradient`.
 
         Args:
             tensor: A pytree of float arrays: arguments of this function, or arrays
                 computed in it. Variables are always watched.
         """
-        run = self._active_run("watch")
+        trace = self._active_trace("watch")
         for x in jax.tree.leaves(tensor):
             if isinstance(x, keras.Variable):
                 continue
             _require_differentiable(x)
-            for perturbation in self._perturbations(run):
+            for perturbation in self._perturbations(trace):
                 for i, source in enumerate(perturbation.sources):
                     if isinstance(source, int) and source == len(self._watched):
-                        run.rebound.append((x, perturbation.perturb(i, x)))
+                        trace.rebound.append((x, perturbation.perturb(i, x)))
             self._watched.append(x)
 
     def gradient(
@@ -190,8 +190,8 @@ class GradientTape:
         """The gradient of `target` for `sources`, this replica's own.
 
         Args:
-            target: A float array or pytree of them; elements are summed.
-            sources: Variables and watched arrays, one or a pytree.
+            target: A float array or a pytree of float arrays; elements are summed.
+            sources: A variable or watched array, or a pytree of them.
             output_gradients: Weights of `target`'s elements, same structure and shapes.
             unconnected_gradients: The gradient for a source that `target` does not
                 depend on: `"none"` (None) or `"zero"` (zeros).
@@ -205,10 +205,10 @@ class GradientTape:
             ValueError: For an array that was not watched, for `output_gradients` that
                 do not fit, or for another `unconnected_gradients`.
             TypeError: If `target` is not a float array.
-            RetraceError: If the function computes another target when it is traced
-                again, since Python state has changed.
+            RetraceError: If Python state has changed, so that the function computes
+                another target when it is traced again.
         """
-        run = self._active_run("gradient")
+        trace = self._active_trace("gradient")
         if self._used and not self._persistent:
             raise RuntimeError(
                 "GradientTape.gradient: called a second time. Make the tape with "
@@ -222,19 +222,19 @@ class GradientTape:
             )
         targets = [_float_target(t) for t in jax.tree.leaves(target)]
         flat, structure = jax.tree.flatten(sources)
-        call = next(run.calls)
-        if call == run.stop_at:
-            raise Reached(targets)
-        if run.stop_at is None or run.is_recorded():
+        call = next(trace.calls)
+        if call == trace.stop_at:
+            raise ReplayEnd(targets)
+        if trace.stop_at is None or trace.is_recorded():
             weights = _weights(output_gradients, targets)
-            places = [self._place(s) for s in flat]
-            grads = self._differentiate(run, call, targets, places, flat, weights)
+            references = [self._reference(s) for s in flat]
+            grads = self._differentiate(trace, call, targets, references, flat, weights)
         else:
-            # No tape that is being differentiated recorded this call, so its result is
-            # a constant here: take it from the run that this one replays.
-            assert run.parent is not None  # Only a replay has a `stop_at`.
-            grads = run.parent.results[call]
-        run.results[call] = grads
+            # The tape that is differentiated does not record this call, so the gradient
+            # is a constant: use the result in the trace that is replayed.
+            assert trace.parent is not None  # Only a replay has a `stop_at`.
+            grads = trace.parent.results[call]
+        trace.results[call] = grads
         if unconnected_gradients == "zero":
             grads = [
                 jnp.zeros(s.shape, s.dtype) if g is None else g
@@ -244,10 +244,10 @@ class GradientTape:
 
     def _differentiate(
         self,
-        run: StepRun,
+        trace: StepTrace,
         call: int,
         targets: list[jax.Array],
-        places: list[Source],
+        references: list[Source],
         sources: list[Variable | jax.Array],
         weights: list[ArrayLike],
     ) -> list[jax.Array | None]:
@@ -258,26 +258,26 @@ class GradientTape:
             deltas: list[jax.Array],
         ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
             nonlocal num_targets
-            perturbation = Perturbation(self._index, places, deltas)
-            targets, rebound = run.replay(call, perturbation)
+            perturbation = Perturbation(self._index, references, deltas)
+            targets, rebound = trace.replay(call, perturbation)
             num_targets = len(targets)
             return targets, rebound
 
         replayed = jax.make_jaxpr(replay)(deltas)
-        if isinstance(run.scope, ValueScope):  # Not while variables are discovered.
+        if isinstance(trace.scope, ValueScope):  # Not while variables are discovered.
             require_same_trace(
                 targets,
                 replayed,
                 # A new function, since JAX caches the jaxpr of the same function.
                 lambda: jax.make_jaxpr(lambda x: replay(x))(deltas),
-                lambda: jax.make_jaxpr(lambda: run.replay(call)[0])(),
-                is_replay=run.parent is not None,
+                lambda: jax.make_jaxpr(lambda: trace.replay(call)[0])(),
+                is_trace_a_replay=trace.parent is not None,
             )
         closed = rebind(replayed, num_targets)
         marks = [1 << i for i in range(len(deltas))]
-        reached = 0
+        connected = 0
         for mark in gradient_marks(closed.jaxpr, marks):
-            reached |= mark
+            connected |= mark
         evaluate = jex_core.jaxpr_as_fun(closed)
 
         def loss(deltas: list[jax.Array]) -> tuple[list[jax.Array], None]:
@@ -288,10 +288,10 @@ class GradientTape:
         (grads,) = pullback(
             [jnp.asarray(w, v.dtype) for w, v in zip(weights, values, strict=True)]
         )
-        return [g if reached & m else None for g, m in zip(grads, marks, strict=True)]
+        return [g if connected & m else None for g, m in zip(grads, marks, strict=True)]
 
-    def _place(self, source: Variable | jax.Array) -> Source:
-        """A watched array's number, by which a replay finds it; or the variable."""
+    def _reference(self, source: Variable | jax.Array) -> Source:
+        """A source as replays identify it: a variable, or a watched array's number."""
         if isinstance(source, keras.Variable):
             return source
         for i, x in enumerate(self._watched):
@@ -302,26 +302,26 @@ class GradientTape:
             "watched. Call tape.watch(x) inside the tape before x is used."
         )
 
-    def _perturbations(self, run: StepRun) -> list[Perturbation]:
-        return [p for p in run.perturbations if p.tape_index == self._index]
+    def _perturbations(self, trace: StepTrace) -> list[Perturbation]:
+        return [p for p in trace.perturbations if p.tape_index == self._index]
 
-    def _perturb_variables(self, run: StepRun, perturbation: Perturbation) -> None:
+    def _perturb_variables(self, trace: StepTrace, perturbation: Perturbation) -> None:
         for i, source in enumerate(perturbation.sources):
             if isinstance(source, keras.Variable):
-                original = run.scope.get_current_value(source)
+                original = trace.scope.get_current_value(source)
                 original = source.value if original is None else original
                 perturbed = perturbation.perturb(i, original)
-                run.scope.state_mapping[id(source)] = perturbed
-                self._replaced.append((source, original, perturbed))
+                trace.scope.state_mapping[id(source)] = perturbed
+                self._perturbed.append((source, original, perturbed))
 
-    def _active_run(self, name: str) -> StepRun:
-        run = current_run(f"GradientTape.{name}")
-        if run is not self._run:
+    def _active_trace(self, name: str) -> StepTrace:
+        trace = current_trace(f"GradientTape.{name}")
+        if trace is not self._trace:
             raise ContextError(
                 f"GradientTape.{name}: the tape was not entered in this call of the "
                 "step function. Write `with rx.GradientTape() as tape:` inside it."
             )
-        return run
+        return trace
 
 
 def _float_target(target: ArrayLike) -> jax.Array:
@@ -344,7 +344,7 @@ def _require_differentiable(x: object) -> None:
     if not isinstance(x, jax.Array):
         raise TypeError(
             f"GradientTape.watch: got {x!r} of type {type(x).__name__}, expected a jax "
-            "array, since JAX cannot trace what NumPy and Python compute. Convert it "
+            "array, since JAX cannot trace NumPy's and Python's operations. Convert it "
             "with jnp.asarray."
         )
     if not jnp.issubdtype(x.dtype, np.inexact):
@@ -369,8 +369,8 @@ def clip_by_global_norm(
 
     Returns:
         The tensors, each times `clip_norm / max(norm, clip_norm)`, and the norm before
-        clipping: the root of the sum of all squares. All tensors are NaN if the norm is
-        not finite.
+        clipping: the root of the sum of all squares. If the norm is not finite, all
+        tensors are NaN.
 
     Raises:
         ValueError: If `clip_norm` is not positive.

@@ -1,7 +1,7 @@
 """The replicas of a strategy: their devices, and collectives over all of them.
 
-Replicas lie along an axis of the device mesh. Several on one device lie along a second
-axis, which only exists inside the program: a named `vmap`.
+Replicas lie along an axis of the device mesh. If a device has several replicas, they
+lie along a second axis, a named `vmap` inside the program.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ __all__ = ["ReplicaGroup", "mesh_of"]
 
 _AXIS = "replica"
 _ON_DEVICE = "replica_on_device"
-"""Name of the axis of the replicas on one device."""
+"""Name of the `vmap` axis of the replicas on one device."""
 
 
 def mesh_of(
     devices: Sequence[Device], workers: Sequence[str], split: ModelSplit | None = None
 ) -> tuple[Mesh, ReplicaAxis]:
-    """The mesh of devices that are sorted by worker, and its axis of replicas."""
+    """The mesh of `devices`, which are sorted by worker, and its axis of replicas."""
     num = 1 if split is None else split.num_devices
     grid = np.array(devices).reshape(-1, num)
     num_per_worker = len(grid) // len(workers)
@@ -72,8 +72,8 @@ class ReplicaGroup:
         first_local: The first replica on this process' devices.
         first_seed: The first replica's number among the replicas of all workers; random
             numbers depend on it.
-        updates_at_home: Whether the variables live elsewhere, so that the strategy's
-            home makes the updates, after the program.
+        updates_at_home: Whether the variables are not on the replicas, so that the
+            strategy's home makes the updates, after the program.
     """
 
     strategy: StrategyLike
@@ -116,38 +116,38 @@ class ReplicaGroup:
 
     @property
     def mirrored(self) -> NamedSharding:
-        """Equal on every replica."""
+        """The sharding of an array that is replicated over all devices."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def per_replica(self) -> NamedSharding:
-        """First dimension split over the replicas' devices."""
+        """The sharding of an array whose first dimension is split over the replicas."""
         return NamedSharding(self.mesh, PartitionSpec(self.axis.name))
 
     def holds(self, value: object) -> bool:
-        """Whether a value is an array that lies whole on each replica's device.
+        """Whether a value is an array that is replicated over the replicas' devices.
 
-        Results of `run` do that are equal on all replicas; in a dry run, whose devices
-        hold nothing, any array may be one.
+        Results of `run` that are equal on all replicas are. In a dry run there are no
+        devices to compare, so any array counts.
         """
         if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
             return False
         if is_described(self.mesh.devices.flat[0]):
             return True
-        where = value.sharding
-        return where.is_fully_replicated and where.device_set == set(
+        sharding = value.sharding
+        return sharding.is_fully_replicated and sharding.device_set == set(
             self.mesh.devices.flat
         )
 
     def on(self, devices: Sequence[Device]) -> "ReplicaGroup":
-        """The group on other devices, all of this process or only described."""
+        """The group on other devices, all of this process or all only described."""
         grid = np.array(devices).reshape(-1, *self.mesh.devices.shape[1:])
-        firsts = grid.reshape(len(grid), -1)
+        rows = grid.reshape(len(grid), -1)
         host = devices[0].process_index
         axis = dataclasses.replace(
             self.axis,
-            devices=_names(firsts),
-            num_per_host=sum(d.process_index == host for d in firsts[:, 0]),
+            devices=_names(rows),
+            num_per_host=sum(d.process_index == host for d in rows[:, 0]),
         )
         return dataclasses.replace(
             self,
@@ -170,10 +170,10 @@ class ReplicaGroup:
         )
 
     def layout(self, variable: Variable) -> NamedSharding:
-        """The sharding with which programs take and return a variable."""
+        """The sharding of a variable between steps."""
         return NamedSharding(self.mesh, self.layouts.of(variable))
 
-    # Collectives of the replicas, inside their program.
+    # Collectives, to be called inside a program.
 
     def index(self) -> jax.Array:
         """This replica's number, an `int32[]` tracer from 0."""
@@ -198,7 +198,7 @@ class ReplicaGroup:
         in_axes: Sequence[PyTree] | int = 0,
         out_axes: PyTree = 0,
     ) -> Callable[..., PyTree]:
-        """Map `fn`, of one replica, over the replicas of a device by `vmap`."""
+        """Map `fn`, one replica's function, over the replicas of a device by `vmap`."""
         if self.num_per_device == 1:
             return fn
         return jax.vmap(
@@ -210,11 +210,11 @@ class ReplicaGroup:
         )
 
     def stacked(self, x: ArrayLike) -> jax.Array:
-        """All replicas' values `[R, ...]`, on every replica."""
+        """All replicas' values as `[R, ...]`, on every replica."""
         return self.concatenated(jnp.asarray(x)[None], 0)
 
     def concatenated(self, x: jax.Array, axis: int) -> jax.Array:
-        """All replicas' values one after another along dimension `axis`."""
+        """Concatenate all replicas' values along dimension `axis`, on every replica."""
         if self.num_replicas == 1:
             return x
         # Axis by axis: under `vmap` JAX gathers along a single axis only.

@@ -26,12 +26,12 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
-    """The `Jaxpr` of a `ClosedJaxpr`, whose constants are the `constvars`."""
+    """The `Jaxpr` of a `ClosedJaxpr`, or the `Jaxpr` itself."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def inner_jaxprs(equation: JaxprEqn | TracedEquation) -> list[Jaxpr]:
-    """The jaxprs that an equation calls, such as a loop's body."""
+    """The jaxprs among an equation's parameters, such as a loop's body."""
     jaxprs = []
     for param in equation.params.values():
         for item in param if isinstance(param, tuple | list) else (param,):
@@ -43,7 +43,7 @@ def inner_jaxprs(equation: JaxprEqn | TracedEquation) -> list[Jaxpr]:
 def equations_of(jaxpr: AnyJaxpr, *primitives: str) -> Iterator[JaxprEqn]:
     """The equations of `primitives` in a jaxpr and its inner jaxprs, in order.
 
-    Inner jaxprs of a matching equation are not searched.
+    The inner jaxprs of a matching equation are skipped.
     """
     for equation in open_jaxpr(jaxpr).eqns:
         if equation.primitive.name in primitives:
@@ -56,8 +56,7 @@ def equations_of(jaxpr: AnyJaxpr, *primitives: str) -> Iterator[JaxprEqn]:
 def largest_array(jaxpr: AnyJaxpr) -> int:
     """Bytes of the largest array that a jaxpr's equations compute.
 
-    Floating-point numbers count as 32 bits at least, since XLA computes in float32 on
-    CPUs.
+    A float has at least 32 bits, since XLA computes in float32 on CPUs.
     """
     largest = 0
     for equation in open_jaxpr(jaxpr).eqns:
@@ -71,7 +70,7 @@ def _bytes_of(var: Var) -> int:
     size, dtype = getattr(var.aval, "size", None), getattr(var.aval, "dtype", None)
     if size is None or dtype is None:  # A token.
         return 0
-    itemsize = getattr(dtype, "itemsize", 0)  # Keys of random numbers have none.
+    itemsize = getattr(dtype, "itemsize", 0)  # The dtype of random keys has none.
     if jnp.issubdtype(dtype, jnp.floating):
         itemsize = max(itemsize, 4)
     return size * itemsize

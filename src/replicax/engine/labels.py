@@ -1,4 +1,4 @@
-"""Labels of a strategy's variables, which are the same on all workers."""
+"""Labels of a strategy's variables; a variable has the same label on all workers."""
 
 import weakref
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ __all__ = ["Label", "Labels"]
 
 
 Label = tuple[str, int]
-"""A variable's path, and how many variables of that path were made before it."""
+"""A variable's path, and the number of variables created before with that path."""
 
 
 class Labels:
     """The variables of a strategy by label.
 
-    Tasks run the same script and so make the same variables, but in another order where
-    one task makes its optimizer state earlier. Paths alone may be equal: layers of two
-    models may have the same name.
+    Tasks run the same script, and so create the same variables, but the order may
+    differ, such as if one task creates its optimizer state earlier. Paths alone may be
+    equal, as layers of two models may have the same name.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class Labels:
         self._counts[variable.path] = number + 1
         label = (variable.path, number)
         self._variables[label] = variable
-        self._labels[id(variable)] = label  # Replaces that of a freed variable.
+        self._labels[id(variable)] = label  # A freed variable may have had this id.
 
     @property
     def are_used(self) -> bool:
-        """Whether a variable was ever labelled, even if Python has freed it since."""
+        """Whether a variable was ever labelled, even if Python has freed it."""
         return bool(self._counts)
 
     def of(self, variable: Variable) -> Label:

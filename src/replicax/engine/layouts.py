@@ -1,8 +1,9 @@
-"""The shardings of variables: replicated on each device, or sharded.
+"""The shardings of variables between steps.
 
-Between steps, replicas of data parallel training can hold a block each of the optimizer
-state (ZeRO) or of all weights (FSDP). A model parallel strategy splits weights over
-devices that work on the same replica. "Slots" are an optimizer's state of one weight.
+In data parallel training, variables are replicated, or each replica holds one block of
+the optimizer state (ZeRO), or of the weights too (FSDP). A model parallel strategy
+splits weights over the devices of one replica. A weight's optimizer state is called its
+"slots".
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ __all__ = ["FEWEST_ELEMENTS", "Layouts", "ModelSplit"]
 FEWEST_ELEMENTS = 1024
 """Smaller variables are not split: communicating their blocks would cost more."""
 
-# Variables of other aggregations are combined from whole values of the replicas.
+# For other aggregations, the step combines whole values of the replicas.
 _SPLIT_AGGREGATIONS = ("none", "only_first_replica")
 
 
@@ -28,9 +29,9 @@ class ModelSplit:
     """The sharding of one replica's weights over several devices.
 
     Attributes:
-        num_devices: Number of devices that work on one replica.
-        axis_name: Their mesh axis.
-        spec: Gives the `PartitionSpec` of a weight of this path and shape.
+        num_devices: Number of devices of one replica.
+        axis_name: The mesh axis of these devices.
+        spec: Maps a weight's path and shape to its `PartitionSpec`.
     """
 
     num_devices: int
@@ -40,16 +41,15 @@ class ModelSplit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """The rule that gives every variable its `PartitionSpec`.
+    """The rule that determines every variable's `PartitionSpec`.
 
     Attributes:
         axis_name: The replicas' mesh axis.
-        num_devices: Its size.
-        split_slots: Whether replicas hold blocks of the optimizer's slots, and divide
-            its updates.
-        split_weights: Whether they hold blocks of weights, too.
-        of_path: Gives the `PartitionSpec` over other mesh axes of a weight of this path
-            and shape; None: no weight is split over others.
+        num_devices: The size of that axis.
+        split_slots: Whether replicas hold blocks of slots, and divide the updates.
+        split_weights: Whether replicas hold blocks of weights.
+        of_path: Maps a weight's path and shape to its `PartitionSpec` over the other
+            mesh axes; None: weights are not split over other axes.
     """
 
     axis_name: str
@@ -69,24 +69,21 @@ class Layouts:
     def of_slot(
         self, path: str, shape: tuple[int, ...], aggregation: str
     ) -> PartitionSpec:
-        """The sharding of an optimizer's slot; `path` is its weight's, or `""`."""
+        """The sharding of a slot; `path` is the weight's path, or `""` if unknown."""
         return self._spec(path, shape, aggregation, self.split_slots)
 
     def dim_of(self, variable: Variable) -> int | None:
-        """The dimension along which replicas hold blocks between steps, if any."""
+        """The dimension along which replicas hold blocks of a variable, if any."""
         return self.dim_in(self.of(variable))
 
     def dim_of_update(self, variable: Variable) -> int | None:
-        """The dimension along which replicas divide a weight's update, if any.
-
-        The weight's slots are split along the same dimension.
-        """
+        """The dimension along which a weight's update and slots are split, if any."""
         return self.dim_in(
             self.of_slot(variable.path, tuple(variable.shape), variable.aggregation)
         )
 
     def dim_in(self, spec: PartitionSpec) -> int | None:
-        """The dimension that a layout splits over the replicas, if any."""
+        """The dimension that a spec splits over the replicas, if any."""
         for dim, names in enumerate(spec):
             if names == self.axis_name:
                 return dim
@@ -96,17 +93,16 @@ class Layouts:
         self, path: str, shape: tuple[int, ...], aggregation: str, is_split: bool
     ) -> PartitionSpec:
         spec = PartitionSpec() if self.of_path is None else self.of_path(path, shape)
-        names = [*spec, *(None for _ in shape[len(spec) :])]
-        free = [
+        axes = [*spec, *(None for _ in shape[len(spec) :])]
+        divisible = [
             dim
             for dim, size in enumerate(shape)
-            if names[dim] is None and size % self.num_devices == 0
+            if axes[dim] is None and size % self.num_devices == 0
         ]
-        can_split = (
+        may_split = (
             aggregation in _SPLIT_AGGREGATIONS and math.prod(shape) >= FEWEST_ELEMENTS
         )
-        if not (is_split and can_split and free) or self.num_devices == 1:
+        if not (is_split and may_split and divisible) or self.num_devices == 1:
             return spec
-        # The largest dimension that can be split over the replicas.
-        names[max(free, key=lambda dim: shape[dim])] = self.axis_name
-        return PartitionSpec(*names)
+        axes[max(divisible, key=lambda dim: shape[dim])] = self.axis_name
+        return PartitionSpec(*axes)

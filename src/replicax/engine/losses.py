@@ -27,7 +27,7 @@ __all__ = [
 
 _SHARE = "replicax_share"
 _LINEAR = ("add", "add_any", "sub", "neg", "mul", "div", "convert_element_type", "name")
-"""Primitives whose result is a share of a loss if an operand is one."""
+"""Primitives whose result is a share if an operand is a share."""
 
 
 def compute_average_loss(
@@ -46,9 +46,9 @@ def compute_average_loss(
 
     Args:
         per_example_loss: `Float[Array, "b ..."]`, this replica's examples.
-        sample_weight: Weights to multiply with: a scalar, `[b]`, or of the same rank.
+        sample_weight: Weights of the losses: a scalar, `[b]`, or of the same rank.
         global_batch_size: `B`; by default `b` times the number of replicas.
-        num_replicas: By default the number of the strategy in scope; 1 outside.
+        num_replicas: By default that of the strategy in scope, or 1 outside a scope.
 
     Returns:
         A scalar of the losses' dtype, float32 for integers.
@@ -90,8 +90,8 @@ def scale_regularization_loss(
 ) -> jax.Array:
     """Divide the sum of `regularization_loss` by the number of replicas.
 
-    Each replica computes the same value, and gradients are summed: with 2 replicas,
-    losses `[1, 3]` give 2.0 on each, 4.0 in sum. (TF:
+    All replicas compute the same loss, and gradients are summed: with 2 replicas,
+    losses `[1, 3]` give 2.0 on each replica, 4.0 in sum. (TF:
     `tf.nn.scale_regularization_loss`.)
 
     Args:
@@ -115,24 +115,24 @@ def scale_regularization_loss(
 
 
 def _share_scale() -> float:
-    """The factor on losses in `fit`, which averages gradients in place of summing."""
+    """The factor on shares: R in `fit`, which averages gradients; 1 elsewhere."""
     context = current_context()
     return 1 if context is None else context.loss_scale
 
 
 def declare_share(loss: jax.Array) -> jax.Array:
-    """Mark a loss as a share, for `is_share`. In `fit` losses are not shares."""
+    """Mark a loss as a share, for `is_share`; not in `fit`, where losses are whole."""
     context = current_context()
-    sums = context is not None and context.loss_scale < context.num_counted
-    return checkpoint_name(loss, _SHARE) if sums else loss
+    is_whole = context is None or context.loss_scale == context.num_counted
+    return loss if is_whole else checkpoint_name(loss, _SHARE)
 
 
 def is_share(value: ArrayLike) -> bool:
     """Whether a scalar is a share of a loss, or a linear combination of shares.
 
     Raises:
-        ContextError: If it comes from a function that JAX compiled separately, such as
-            by `jax.jit`.
+        ContextError: If the scalar comes from a function that JAX traced separately,
+            such as in `jax.jit`.
     """
     return jnp.ndim(value) == 0 and _depends_on_shares(value)
 
@@ -150,9 +150,9 @@ def _depends_on_shares(value: object) -> bool:
         for inner in equations_of(jaxpr, "name")
     ):
         raise ContextError(
-            "keras.metrics.Mean: got a scalar from a function that JAX compiled or "
-            "transformed by itself, such as with jax.jit, in which a loss is computed. "
-            "If the scalar is a loss, each replica has a share of it: pass the sum, "
+            "keras.metrics.Mean: got a scalar from a function that computes a loss and "
+            "that JAX compiled or transformed separately, such as with jax.jit. If the "
+            "scalar is a loss, each replica has a share of it: pass the sum, "
             "rx.get_replica_context().all_reduce('sum', loss). If it is another value, "
             "pass its mean, all_reduce('mean', value)."
         )
@@ -173,7 +173,7 @@ def _num_replicas(num_replicas: int | None, caller: str) -> float:
 def _checked_size(
     size: SupportsIndex | jax.Array, dtype: DTypeLike, caller: str
 ) -> int | jax.Array:
-    """`size` as a divisor; the value of a traced size cannot be checked."""
+    """`size` as a positive divisor; a traced size has no value to check."""
     if isinstance(size, Tracer):
         if size.ndim or not jnp.issubdtype(size.dtype, jnp.integer):
             raise TypeError(

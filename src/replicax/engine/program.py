@@ -1,21 +1,21 @@
 """A replica function becomes one XLA program.
 
-`strategy.run`, `fit`, `evaluate` and `predict` all come through here, in three steps:
+`strategy.run`, `fit`, `evaluate` and `predict` all use it, in three stages:
 
-1. Discover: trace the function once, abstractly, and note which Keras variables it
+1. Discover: trace the function once, abstractly, and record which Keras variables it
    reads and writes.
 2. Compile: trace one `jax.jit(jax.shard_map(...))` over the replicas' devices, analyse
-   the trace (`checks.analysis`) and compile it. Variables and arrays go in, results and
-   the written variables' new values come out.
-3. Write back: each written variable is combined over the replicas by its own
-   `aggregation`, which Keras declares.
+   the trace (`checks.analysis`) and compile it. The inputs are variables and arrays,
+   the outputs are results and the written variables' new values, combined over the
+   replicas by each variable's `aggregation`.
+3. Write back: run the program, and store the new values in the variables.
 
-Each trace of a step replays it once for each `tape.gradient`. A trace whose analysis
-changes the program is made again.
+Each trace of a step replays it once for each `tape.gradient`. If the analysis of a
+trace changes the program, the program is traced again.
 
-The third step is atomic: an interrupt finds all of a step's values stored, or none.
-Donation deletes the old values, and Python handles signals only between its own
-instructions, so dispatch and stores are one call of C.
+The third stage is atomic: an interrupt occurs before or after all stores. Donation
+deletes the old values, and Python handles signals only between its own instructions, so
+dispatch and stores are one call of C.
 """
 
 import itertools
@@ -78,7 +78,7 @@ class Program:
     Args:
         fn: The replica function.
         group: The replicas.
-        arguments: Where each argument comes from.
+        arguments: The structure of the arguments.
         leaves: The first call's arrays, for their shapes and dtypes.
         options: See `Options`.
 
@@ -86,9 +86,9 @@ class Program:
         name: The program's name in messages, such as `"run(train_step)"`.
         operation: The program's entry in the workers' dispatch log.
         written: The variables that the program itself writes.
-        inputs: The variables whose values it takes: `written`, then read-only ones.
+        inputs: The variables whose values are inputs: `written`, then read-only ones.
         overwritten: Ids of variables in `written` whose old values the program ignores;
-            valid only where updates are deferred.
+            valid only if updates are deferred.
         deferred_updates: The updates that the strategy's home makes after the program.
         changed: `written`, and the variables of the deferred updates.
         variables: `changed` and `inputs`.
@@ -105,7 +105,7 @@ class Program:
         self._group = group
         self._options = options or Options()
         self.name = f"{current_call()}({describe(fn)})"
-        # Where the update follows the program, it needs the variables' old values.
+        # A deferred update needs the variables' old values.
         self._donates = not group.updates_at_home
         self.facts = self._options.facts
         self.operation = Operation(self.name, b"", self._options.num_steps or 1)
@@ -130,13 +130,13 @@ class Program:
 
     @property
     def owner(self) -> Variable | None:
-        """The variable that keeps the program alive in the cache: a weight if any."""
+        """The variable that keeps the program alive in the cache: a weight, if any."""
         weights = [v for v in self.variables if v.trainable]
         return next(reversed(weights or self.variables), None)
 
     @property
     def trains(self) -> bool:
-        """Whether an optimizer makes updates in it; False until it is traced."""
+        """Whether the function applies an optimizer; False until it is traced."""
         return self._step.trains
 
     @property
@@ -175,17 +175,18 @@ class Program:
         if self._donates and (
             len(ids) < len(values)
             or not ids.isdisjoint(map(id, leaves))
-            or jax.debug_nans.value  # Raises when the old values are gone.
+            or jax.debug_nans.value  # Its error comes after the donation.
         ):
-            # An array that is used twice cannot be donated: two variables share it, or
-            # it is an argument as well.
+            # An array cannot be donated if two variables share it, or if it is an
+            # argument as well.
             written = [jnp.copy(x) for x in written]
         call = (written, read, tuple(leaves))
         new: list[jax.Array] = []
         if not self._donates:
             *new, (flat, gradients) = self._jitted(*call)
         elif is_first or self._has_effects:
-            # JAX calls a program in Python the first time, and always if it may print.
+            # The first call, and calls of programs with effects (`jax.debug.print`),
+            # run Python code in JAX, which an interrupt could stop.
             flat, gradients = uninterrupted(lambda: self._dispatch(call))
         else:
             flat, gradients = self._dispatch(call)
@@ -193,7 +194,7 @@ class Program:
         return StepResult(self._unflatten(flat), gradients, new)
 
     def _unflatten(self, flat: Sequence[jax.Array]) -> PyTree:
-        """The results; those that may differ between replicas as `PerReplica`s."""
+        """The results; a result that may differ between replicas is a `PerReplica`."""
         results = self._step.results
         if self._options.outputs is not Outputs.PER_REPLICA:
             return results.unflatten(flat)
@@ -220,7 +221,7 @@ class Program:
         return rest
 
     def prepare(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
-        """Trace and compile the program, as its first call does; interruptible."""
+        """Trace and compile the program, as its first call does; may be interrupted."""
         with Announced(f"compiling {self.name}"), explained_traces(self.name):
             traced = self._traced(values, leaves)
             self._has_effects = bool(traced.jaxpr.effects)
@@ -231,7 +232,7 @@ class Program:
             memory.use_huge_pages()
 
     def _traced(self, values: Shapes, leaves: Sequence[PyTree]) -> Traced:
-        """Trace the program; again where the analysis of the trace changes it.
+        """Trace the program, repeatedly until the analysis of the trace is stable.
 
         Raises:
             DivergenceError: If replicas would assign different values to a variable.
@@ -256,7 +257,7 @@ class Program:
     def _with_room_for(
         self, traced: Traced, values: Shapes, leaves: Sequence[PyTree]
     ) -> Traced:
-        """Lift XLA's bound on heaps where an array of the program exceeds it."""
+        """Raise XLA's limit on heap size if an array of the program exceeds it."""
         largest_bytes = largest_array(replicas_part(traced.jaxpr).params["jaxpr"])
         if largest_bytes <= settings.HEAP_BYTES:
             return traced
@@ -274,22 +275,22 @@ class Program:
         return list(values[:number]), list(values[number:])
 
     def _function(self) -> Callable[..., PyTree]:
-        """The function of written values, read values and leaves, to be jitted."""
+        """The function to jit, of written values, read values and leaves."""
         group, options, step = self._group, self._options, self._step
         on_replicas = step.on_replicas()
 
         def program(written: list[jax.Array], *others: PyTree) -> tuple[PyTree, ...]:
             out, gradients, new = on_replicas(written, *others)
             if options.outputs is Outputs.ROWS and options.num_steps:
-                # [steps, rows, ...]: the steps' rows follow each other.
+                # [steps, rows, ...] to [steps * rows, ...].
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
-            # Every process gets all rows, as predict returns them.
+            # `predict` returns all rows in every process.
             everywhere = options.outputs is Outputs.ROWS and group.spans_processes
             if everywhere or len(group.mesh.axis_names) > 1:
                 specs = step.out_specs()
                 if isinstance(specs, PartitionSpec):
                     specs = [specs] * len(out)
-                # The dimension of the steps is gone.
+                # The last entry: `out` has no dimension of steps any more.
                 names = [() if everywhere else tuple(spec)[-1:] for spec in specs]
                 out = [
                     lax.with_sharding_constraint(
@@ -324,7 +325,6 @@ class Program:
         )
 
     def _scattered_bytes(self) -> int:
-        """Bytes of the gradients that are reduce-scattered."""
         if not self._group.divides_updates:
             return 0
         dim_of = self._group.layouts.dim_of_update
@@ -335,21 +335,21 @@ class Program:
         )
 
     def _require_values(self, values: Values, leaves: Sequence[ArrayLike]) -> None:
-        """Raise if an array is deleted: with several CPU devices XLA would crash."""
+        """Raise if an array is deleted; on several CPU devices XLA would crash."""
         if any(map(_is_deleted, values)):
             pairs = zip(self.inputs, values, strict=True)
             names = [f"{v.path!r} {v.shape}" for v, x in pairs if _is_deleted(x)]
             raise LostValuesError(
                 f"{self.name}: the value of {', '.join(names[:5])} has been deleted "
-                f"({len(names)} of {len(values)} variables). A program that donates "
-                "its arguments was given the array, or raised an exception in its "
-                "call. Load or assign the variables again, as from a checkpoint."
+                f"({len(names)} of {len(values)} variables). Its array was donated to "
+                "another program, or to a call that raised an exception. Load or "
+                "assign the variables again, such as from a checkpoint."
             )
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
             raise LostValuesError(
-                f"{self.name}: an argument is an array that has been deleted. A step "
-                "deletes the old values of the variables that it writes: keep a copy "
-                "(jnp.copy) of a value that is needed later."
+                f"{self.name}: an argument is a deleted array. A step deletes the old "
+                "values of the variables that it writes: to use a value later, keep a "
+                "copy (jnp.copy)."
             )
 
 

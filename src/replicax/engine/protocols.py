@@ -1,4 +1,4 @@
-"""Protocols of the objects from higher layers that the engine and Keras' loop use."""
+"""Protocols of higher layers' objects that the engine and the training loop use."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,18 +35,18 @@ STATE_HOME = "_replicax_home"
 
 
 class StepSource(Protocol):
-    """The source of a loop's steps: the data, or a work queue."""
+    """The source of a training loop's steps: the data, or a work queue."""
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """The first and the last step of each execution of the next epoch."""
         ...
 
     def next_execution(self) -> PyTree:
-        """The batches of the next execution that `steps` yielded; or StopIteration."""
+        """The batches of the next execution from `steps`; StopIteration at the end."""
         ...
 
     def end_early(self) -> None:
-        """Called when the data end before the epoch."""
+        """Called if the data end before the epoch's last step."""
         ...
 
 
@@ -61,18 +61,18 @@ class StepQueue(StepSource, Protocol):
             end: The epoch after the last one.
 
         Returns:
-            The epoch that all workers begin with, or are in.
+            The epoch that all workers start with, or have started.
         """
         ...
 
     def end_epoch(self, logs: Logs | None) -> Logs | None:
-        """Called when this worker finds no step; waits until the epoch ends for all.
+        """Called when the epoch has no free step; waits for the other workers' steps.
 
         Args:
-            logs: The logs of this worker's last step; None: it made no step.
+            logs: The logs of this worker's last step; None if it made no step.
 
         Returns:
-            The logs of all workers; None or empty: the metrics' own logs are complete.
+            The logs of all workers; None or empty: this worker's metrics have them.
         """
         ...
 
@@ -89,13 +89,13 @@ class RecorderLike(Protocol):
     """A recorder of how `fit` spends its time, for reports."""
 
     def begin_input(self) -> float:
-        """The host begins to get a batch; returns the time, for `end_input`."""
+        """Called before the host gets a batch; returns the time, for `end_input`."""
         ...
 
     def end_input(
         self, began: float, shapes: PyTree, steps: int, examples: int
     ) -> None:
-        """The host has the batch.
+        """Called when the host has the batch.
 
         Args:
             began: The result of `begin_input`.
@@ -106,29 +106,29 @@ class RecorderLike(Protocol):
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Count the block as a wait for other tasks, also within input."""
+        """A context whose time counts as a wait for other tasks, even during input."""
         ...
 
     def end_execution(self, logs: PyTree) -> None:
-        """The host has dispatched an execution; `logs` may still be computed."""
+        """Called after an execution's dispatch; devices may still compute `logs`."""
         ...
 
     def end_steps(self) -> object:
-        """The host has dispatched the epoch's last step; waits for the devices."""
+        """Called after the dispatch of the epoch's last step; waits for the devices."""
         ...
 
 
 class Home(Protocol):
     """The placement of a strategy's variables between steps, and their updates.
 
-    Where variables live on the replicas, programs update them. Elsewhere the strategy
-    does, on a parameter device, or parameter servers do. Methods around `fit` that have
-    a body here do nothing unless a subclass overrides them.
+    Programs update variables on the replicas. The home updates other variables: on a
+    parameter device, or on parameter servers. The methods with a body here are hooks
+    that do nothing by default.
 
     Attributes:
-        labels: The strategy's variables, by labels that workers share.
-        on_replicas: Whether variables live on the replicas' devices.
-        keeps_slots: Whether optimizers' slots are variables of this process.
+        labels: The strategy's variables, by labels that are equal on all workers.
+        on_replicas: Whether variables are on the replicas' devices.
+        keeps_slots: Whether optimizer state is in variables of this process.
     """
 
     labels: "Labels"
@@ -140,11 +140,11 @@ class Home(Protocol):
         ...
 
     def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
-        """The sharding of an optimizer's slot that is about to be created."""
+        """The sharding of an optimizer's slot that will be created."""
         ...
 
     def own(self, variable: keras.Variable) -> None:
-        """Take ownership of a variable created in the scope, and set its sharding."""
+        """Register a variable created in the scope, and set its sharding."""
         ...
 
     def require_owned(self, variables: Iterable[keras.Variable], caller: str) -> None:
@@ -158,15 +158,15 @@ class Home(Protocol):
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Change summed gradients before the deferred update is made from them."""
+        """Map summed gradients to those that the deferred update uses."""
         ...
 
     def adds_up(self, *, trains: bool) -> bool:
-        """Whether summed state, such as metrics, is summed over processes later."""
+        """Whether state such as metrics is summed over processes after the steps."""
         return False
 
     def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
-        """The work queue that shares the steps of `fit`; None: no steps are shared."""
+        """The work queue from which workers take steps of `fit`; None: no queue."""
         return None
 
     def begin(self) -> None:
@@ -187,7 +187,7 @@ class Runner(Protocol):
 
     @property
     def is_dry(self) -> bool:
-        """Whether programs are compiled for a plan, and not run."""
+        """Whether programs are compiled but not run, for a plan."""
         ...
 
     def run_placed(
@@ -197,7 +197,7 @@ class Runner(Protocol):
         options: "Options",
         programs: "ProgramCache[Program]",
     ) -> PyTree:
-        """Run `fn` on arrays that are where the replicas want them."""
+        """Run `fn` on arrays that are already on the replicas' devices."""
         ...
 
     def program_of(
@@ -241,7 +241,7 @@ class StrategyLike(Protocol):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process does what one worker does for all, such as exports."""
+        """Whether this process does work that only one worker does, such as exports."""
         ...
 
     @property

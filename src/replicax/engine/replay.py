@@ -1,8 +1,8 @@
-"""Runs of a step function while it is traced, and replays of them for gradients.
+"""Traces of a step function, and their replays for `GradientTape`.
 
-JAX differentiates functions, not records of what ran. So `tape.gradient` traces the
-step function again, from its start up to that same call, with the sources made inputs,
-and differentiates that. XLA merges the repeated forward pass with the first one.
+JAX differentiates functions, and records no tape. So `tape.gradient` differentiates a
+replay of the step: a new trace from its start up to the same `gradient` call, with
+deltas as inputs that are added to the sources. XLA merges the two forward passes.
 """
 
 import dataclasses
@@ -25,23 +25,23 @@ from replicax.errors import ContextError, RetraceError
 
 __all__ = [
     "Perturbation",
-    "Reached",
-    "StepRun",
-    "current_run",
-    "is_in_run",
+    "ReplayEnd",
+    "StepTrace",
+    "current_trace",
+    "is_tracing_step",
     "note_losses_of",
     "rebind",
 ]
 
 
 Source: TypeAlias = Variable | int
-"""A variable, or a watched array by the number of its `watch` on the tape."""
+"""A variable, or the number of a watched array among the arrays that a tape watches."""
 
 
 class Perturbation:
-    """Sources of one tape, each replaced in a replay by the source plus a delta.
+    """The sources of one tape, and the deltas that a replay adds to them.
 
-    The gradients are those for the `deltas`, which are inputs of the replay.
+    The deltas are the replay's inputs: gradients for deltas are gradients for sources.
     """
 
     def __init__(
@@ -50,60 +50,62 @@ class Perturbation:
         self.tape_index = tape_index
         self.sources = sources
         self._deltas = deltas
-        self._fixed: dict[int, jax.Array] = {}
+        self._perturbed: dict[int, jax.Array] = {}
 
     def perturb(self, position: int, value: jax.Array) -> jax.Array:
-        """The value of a source in the replay."""
-        if position not in self._fixed:
+        """The value of a source in the replay: `value` plus the source's delta."""
+        if position not in self._perturbed:
             changed = value + self._deltas[position]
-            (self._fixed[position],) = gathered_here([changed], [value])
-        # The name is an equation, by which `rebind` finds this point of the jaxpr.
-        # Unlike a barrier, it lets XLA merge the replay with the first trace.
-        return checkpoint_name(self._fixed[position], SOURCE_NAME)
+            (self._perturbed[position],) = gathered_here([changed], [value])
+        # `checkpoint_name` adds an equation by which `rebind` finds this point of the
+        # jaxpr. Unlike a barrier, it lets XLA merge the replay with the first trace.
+        return checkpoint_name(self._perturbed[position], SOURCE_NAME)
 
 
 @dataclasses.dataclass(eq=False)
-class StepRun:
-    """One execution of a step function while it is traced, the first or a replay.
+class StepTrace:
+    """One trace of a step function: the first, or a replay.
+
+    A step that runs eagerly, and each replay of it, is a `StepTrace` as well.
 
     Attributes:
         call: Runs the step function from its start.
         make_scope: Makes a scope with the variables' values at the start.
-        parent: The run that this one replays, None for the first.
+        parent: The trace that this one replays; None for the first.
         stop_at: Number of the `gradient` call at which a replay ends.
-        perturbations: What is differentiated, this replay's own last.
+        perturbations: The sources of all outer replays, then of this replay.
     """
 
     call: Callable[[], PyTree]
     make_scope: Callable[[], WritesScope]
-    parent: "StepRun | None" = None
+    parent: "StepTrace | None" = None
     stop_at: int | None = None
     perturbations: tuple[Perturbation, ...] = ()
 
     def __post_init__(self) -> None:
         self.scope = self.make_scope()
-        self.recording: set[int] = set()
-        self.results: dict[int, list[jax.Array | None]] = {}
-        self.rebound: list[tuple[jax.Array, jax.Array]] = []
-        self.tapes = itertools.count()
-        self.calls = itertools.count()  # Of `gradient`.
+        self.recording: set[int] = set()  # Numbers of the tapes that record now.
+        self.results: dict[int, list[jax.Array | None]] = {}  # By number of the call.
+        self.rebound: list[tuple[jax.Array, jax.Array]] = []  # Watched and perturbed.
+        self.tapes = itertools.count()  # Numbers of tapes, as they are entered.
+        self.calls = itertools.count()  # Numbers of calls of `gradient`.
         self.layers_with_losses: dict[int, keras.Layer] = {}
 
     def execute(self) -> PyTree:
-        """Run the step function; its writes are in `scope` afterwards."""
-        outer, _local.run = _local.run, self
-        around = outer.layers_with_losses.values() if outer else ()
-        kept = [(layer, set(loss_ids(layer))) for layer in around]
+        """Run the step function; `scope` then has the values that it assigned."""
+        outer, _local.trace = _local.trace, self
+        outer_layers = outer.layers_with_losses.values() if outer else ()
+        outer_ids = [(layer, set(loss_ids(layer))) for layer in outer_layers]
         try:
             with self.scope:
                 return self.call()
         finally:
-            _local.run = outer
+            _local.trace = outer
             # Keras knows a layer's losses by their ids. The losses of this trace are
             # freed, and later losses may have the same ids.
             for layer in self.layers_with_losses.values():
                 loss_ids(layer).clear()
-            for layer, ids in kept:
+            for layer, ids in outer_ids:
                 loss_ids(layer).update(ids)
 
     def replay(
@@ -114,16 +116,16 @@ class StepRun:
         Returns the targets of that call, and pairs (watched array, perturbed array).
         """
         perturbations = (*self.perturbations, *perturbation)
-        again = StepRun(self.call, self.make_scope, self, call, perturbations)
+        again = StepTrace(self.call, self.make_scope, self, call, perturbations)
         try:
             again.execute()
-        except Reached as reached:
-            return reached.targets, again.rebound
+        except ReplayEnd as end:
+            return end.targets, again.rebound
         except Exception as error:
             error.add_note(
-                "replicax: this was raised when the step function was traced again for "
-                "GradientTape.gradient. If the step draws from an iterator, draw "
-                "outside of the step and pass the values as arguments."
+                "replicax: the step function raised this error when it was traced "
+                "again for GradientTape.gradient. If the step draws from an iterator, "
+                "draw outside of the step and pass the values as arguments."
             )
             raise
         raise RetraceError(
@@ -133,12 +135,12 @@ class StepRun:
         )
 
     def is_recorded(self) -> bool:
-        """Whether a tape that is being differentiated records at this point."""
+        """Whether a tape whose gradient a replay computes records at this point."""
         return any(p.tape_index in self.recording for p in self.perturbations)
 
 
-class Reached(BaseException):
-    """Ends a replay. A `BaseException`, so that no user code swallows it."""
+class ReplayEnd(BaseException):
+    """Raised where a replay ends. A `BaseException`: no user's `except` catches it."""
 
     def __init__(self, targets: list[jax.Array]) -> None:
         super().__init__()
@@ -146,57 +148,57 @@ class Reached(BaseException):
 
 
 class _Local(threading.local):
-    run: StepRun | None = None
+    trace: StepTrace | None = None
 
 
 _local = _Local()
 
 
-def is_in_run() -> bool:
-    """Whether this thread traces a step function."""
-    return _local.run is not None
+def is_tracing_step() -> bool:
+    """Whether this thread traces a step function, or runs one eagerly."""
+    return _local.trace is not None
 
 
 def note_losses_of(layer: keras.Layer) -> None:
-    """Note in the run of this thread, if any, that a layer has added a loss in it."""
-    if _local.run is not None:
-        _local.run.layers_with_losses[id(layer)] = layer
+    """Record that a layer has added a loss in this thread's step, if any."""
+    if _local.trace is not None:
+        _local.trace.layers_with_losses[id(layer)] = layer
 
 
-def current_run(caller: str) -> StepRun:
-    """The run that this thread traces; an error that names `caller` without one."""
-    if _local.run is None:
+def current_trace(caller: str) -> StepTrace:
+    """This thread's trace of a step; a ContextError names `caller` if there is none."""
+    if _local.trace is None:
         raise ContextError(
             f"{caller}: used outside a function run by strategy.run. Put the step into "
             "a function and call strategy.run(step, args=...); without a strategy use "
             "rx.get_strategy().run, or rx.value_and_grad, which works anywhere."
         )
-    return _local.run
+    return _local.trace
 
 
 def rebind(closed: ClosedJaxpr, num_targets: int) -> ClosedJaxpr:
     """Make the equations after each `watch` use the perturbed array.
 
-    The step's Python code still uses the watched array, a variable of the jaxpr. All
-    equations after `watch` are rewritten to use the perturbed variable. The outputs of
-    `closed` are the targets and then pairs (watched, perturbed).
+    The step's Python code uses the watched array also after `watch`, so the jaxpr is
+    rewritten: equations after `watch` get the perturbed variable instead. The outputs
+    of `closed` are the targets and then pairs (watched, perturbed).
     """
     jaxpr = closed.jaxpr
     pairs = jaxpr.outvars[num_targets:]
     watched_of = dict(zip(pairs[1::2], pairs[::2], strict=True))
     # By id: a watched scalar constant is a `Literal`, which has no hash.
-    renamed: dict[int, Var | Literal] = {}
+    perturbed_of: dict[int, Var | Literal] = {}
 
-    def new_name(atom: Var | Literal) -> Var | Literal:
-        return renamed.get(id(atom), atom)
+    def rebound(atom: Var | Literal) -> Var | Literal:
+        return perturbed_of.get(id(atom), atom)
 
     eqns = []
     for eqn in jaxpr.eqns:
-        eqns.append(eqn.replace(invars=[new_name(a) for a in eqn.invars]))
+        eqns.append(eqn.replace(invars=[rebound(a) for a in eqn.invars]))
         for var in eqn.outvars:
             if var in watched_of:
-                renamed[id(watched_of[var])] = var
-    outvars = [new_name(a) for a in jaxpr.outvars[:num_targets]]
+                perturbed_of[id(watched_of[var])] = var
+    outvars = [rebound(a) for a in jaxpr.outvars[:num_targets]]
     debug_info = jaxpr.debug_info.with_unknown_names()
     return closed.replace(
         jaxpr=jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=debug_info)

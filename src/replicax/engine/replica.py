@@ -1,4 +1,4 @@
-"""The replica context: collectives and the optimizer's seam in a replica function."""
+"""The replica context: collectives and gradient sums inside a replica function."""
 
 import contextlib
 import dataclasses
@@ -16,13 +16,13 @@ from jax.typing import ArrayLike
 from replicax._util.types import PyTree
 from replicax.engine.blocks import BlockedValues
 from replicax.engine.checks.divergence import declare_mirrored
-from replicax.engine.checks.trace_warnings import warn_of_combined
+from replicax.engine.checks.trace_warnings import warn_of_reduced
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.communication import sum_gradients
 from replicax.engine.composites import densified, require_dense
 from replicax.engine.counted import CountedReplicas
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.replay import current_run
+from replicax.engine.replay import current_trace
 from replicax.engine.scope import current_context, entered_context
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import Update, Variable
@@ -44,8 +44,7 @@ class ModelTrace:
         batch: This replica's rows of a global batch, as in `fit`; None where each
             replica has batches of its own, as in estimators.
         computes_in_float16: Whether a layer computes in float16; see `engine.float16`.
-        has_odd_outputs: Whether a loss got outputs that may hold pairs of rows, by
-            their shape.
+        has_odd_outputs: Whether the shape of a loss's outputs suggests pairs of rows.
         is_in_metric: Whether a metric is being updated.
         is_per_example: Whether a loss declared `per_example` is being computed.
         metrics_of_whole: Names of metrics computed from the rows of all replicas.
@@ -88,14 +87,14 @@ class ReplicaContext(CountedReplicas):
         num_active: int | None = None,
         divides_updates: bool = False,
     ) -> None:
-        """Make a context, as programs do.
+        """Create a context; programs do this.
 
         Args:
             group: The replicas.
             gradient_op: How optimizers combine gradients: SUM in custom loops, MEAN in
                 `fit`.
-            num_active: Only the first `num_active` replicas hold examples of this batch
-                and count; the others compute on copies. None: all do.
+            num_active: Number of replicas that hold examples of this batch, the first
+                ones; results leave out the others, which compute on copies. None: all.
             divides_updates: Whether updates follow the replicas' part of the program,
                 divided between the devices.
         """
@@ -105,11 +104,11 @@ class ReplicaContext(CountedReplicas):
         self.blocked = BlockedValues(group.axis)
         self.model = ModelTrace()
         self.has_trained = False
-        # Ids of variables of aggregation "sum" to which all replicas assign one value.
+        # Ids of variables of aggregation "sum" that get the same value on all replicas.
         self.mirrored_sums: set[int] = set()
-        # Ids of variables whose values on replicas are summands.
+        # Ids of variables whose value is the sum of the replicas' values.
         self.summands: set[int] = set()
-        self._applying = False
+        self._is_in_apply = False
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -126,7 +125,7 @@ class ReplicaContext(CountedReplicas):
     def axis_names(self) -> tuple[str, ...]:
         """Names of the replicas' axes, for JAX's collectives; `()` with one replica.
 
-        They serve functions that ask for an axis name, such as Flax's `BatchNorm`.
+        Pass them to functions with an `axis_name`, such as Flax's `BatchNorm`.
 
         Raises:
             ContextError: Outside the function that this context belongs to.
@@ -171,7 +170,7 @@ class ReplicaContext(CountedReplicas):
         self._check("all_reduce")
         op = ReduceOp.of(op, "ReplicaContext.all_reduce")
         require_dense(value, "ReplicaContext.all_reduce")
-        total = self.sum_by_operations(self.counted(jax.tree.map(_countable, value)))
+        total = self.sum_by_operations(self.counted(jax.tree.map(_summable, value)))
         if op is ReduceOp.MEAN:
             total = jax.tree.map(lambda x: x / self.num_counted, total)
         return declare_mirrored(self.of_counted_losses(total))
@@ -184,9 +183,8 @@ class ReplicaContext(CountedReplicas):
         Args:
             value: A pytree of arrays of rank 1 or more, of equal shape on all replicas.
             axis: Dimension to concatenate along: `[b, d]` gives `[R*b, d]` for 0.
-            drop_copies: Whether to leave out replicas that hold copies, where the
-                batch does not divide. With copies, `[R*b, d]` has more rows than the
-                global batch.
+            drop_copies: Whether to leave out replicas that hold copies because the
+                batch does not divide. Copies are rows beyond those of the global batch.
 
         Raises:
             ContextError: Outside the function that this context belongs to.
@@ -220,15 +218,15 @@ class ReplicaContext(CountedReplicas):
         """Call `merge_fn(strategy, *args)` once for all replicas.
 
         Args:
-            merge_fn: Gets the strategy and each array argument as a `PerReplica` of all
-                replicas' values; it may call `strategy.reduce`. Every replica gets its
-                result, and of a `PerReplica` its own entry.
+            merge_fn: Gets the strategy, and each array argument as a `PerReplica` of
+                all replicas' values; it may call `strategy.reduce`. Each replica gets
+                the result, or its own entry of a `PerReplica` in the result.
             args: Positional arguments, pytrees of arrays.
             kwargs: Keyword arguments, likewise.
 
         Raises:
             ContextError: Outside the function that this context belongs to.
-            TypeError: If `args` is no tuple.
+            TypeError: If `args` is neither a tuple nor a list.
         """
         self._check("merge_call")
         if not isinstance(args, tuple | list):
@@ -252,7 +250,7 @@ class ReplicaContext(CountedReplicas):
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
-        """Enter the context of a single replica that has all rows."""
+        """Enter the context of a strategy with a single replica, which has all rows."""
         context = self
         if self.num_replicas_here > 1:
             context = ReplicaContext(self._group.alone(), gradient_op=self._gradient_op)
@@ -273,18 +271,18 @@ class ReplicaContext(CountedReplicas):
         grads = [densified(x, "optimizer.apply") for x in grads]
         group = self._group
         if self._gradient_op is ReduceOp.SUM and group.num_replicas > 1:
-            # Only for sums: a mean of equal gradients, as in `fit`, is that gradient.
-            warn_of_combined(grads, group.num_replicas)
+            # Only for sums: the mean of equal gradients, as in `fit`, changes nothing.
+            warn_of_reduced(grads, group.num_replicas)
         total = sum_gradients(
             list(grads),
             group.cross_device_ops,
             group.axis,
             group.communication,
             dims=dims,
-            # After the user's hook, which may change gradients that do not count.
+            # After the user's hook, which may change gradients of copies.
             on_device=lambda own: self._group.sum_on_device(self.counted(own)),
             weights=weights,
-            # Where replicas hold whole weights, gathers follow the updates.
+            # If weights are whole between steps, they are gathered after the updates.
             updates_are_last=self.gathers_weights,
         )
         if self._gradient_op is ReduceOp.MEAN:
@@ -299,32 +297,32 @@ class ReplicaContext(CountedReplicas):
     ) -> T:
         """Combine `grads` over the replicas, then call `apply(grads, weights)`.
 
-        An optimizer that wraps another (loss scaling) calls this twice; only the outer
-        call combines, so that the wrapper decides on combined gradients.
+        An optimizer that wraps another (loss scaling) causes two nested calls. The
+        outer call combines, so the wrapper sees combined gradients.
 
         Args:
             apply: Makes the update.
             grads: This replica's gradients; None for a variable without gradient.
-            weights: The weights to update. `apply` gets the same values, some of which
-                wait for their gradient's sum.
+            weights: The weights to update. `apply` gets the same values; XLA may use
+                some of them only after their gradients' sums.
         """
-        if self._applying:
+        if self._is_in_apply:
             return apply(list(grads), weights)
-        self._applying = True
+        self._is_in_apply = True
         try:
             weights = list(weights)
-            fits = len(weights) == len(grads)  # If not, the optimizer raises.
+            has_pairs = len(weights) == len(grads)  # If not, the optimizer raises.
             combined = self._combined_gradients(
-                grads, [None] * len(grads), weights if fits else None
+                grads, [None] * len(grads), weights if has_pairs else None
             )
             return apply(declare_mirrored(combined), weights)
         finally:
-            self._applying = False
+            self._is_in_apply = False
 
     def note_mirrored(self, variables: Sequence[Variable]) -> None:
-        """Record variables to which all replicas assign the same value.
+        """Record variables that get the same value on all replicas.
 
-        Such as an optimizer's variables, and the state of a metric of the whole batch.
+        Examples are optimizer state, and the state of a metric of the whole batch.
         """
         self.mirrored_sums |= {id(v) for v in variables if v.aggregation == "sum"}
 
@@ -339,9 +337,9 @@ class ReplicaContext(CountedReplicas):
         variables: Sequence[Variable],
         grads: Sequence[Grad],
     ) -> Update:
-        """Make the combined gradients results of the program, for an update after it.
+        """Return combined gradients from the program, for an update that follows it.
 
-        Where replicas divide a variable's update, each replica's result is its block.
+        Where replicas divide a variable's update, each replica returns its block.
 
         Args:
             optimizer: The optimizer of the update; built.
@@ -354,25 +352,25 @@ class ReplicaContext(CountedReplicas):
             for x, dim in zip(self._combined_gradients(grads, dims), dims, strict=True)
         ]
         combined = self.strategy.home.prepared_gradients(optimizer, combined)
-        without = [
+        paths_without = [
             v.path for v, g in zip(variables, combined, strict=True) if g is None
         ]
-        if len(without) == len(variables):
+        if len(paths_without) == len(variables):
             raise ValueError(
-                f"optimizer.apply: none of {without} has a gradient. Does the loss "
-                "depend on them?"
+                f"optimizer.apply: none of {paths_without} has a gradient. Does the "
+                "loss depend on them?"
             )
-        if without:  # As Keras warns.
+        if paths_without:  # Keras' own warning.
             warnings.warn(
-                f"Gradients do not exist for variables {without} when minimizing the "
-                "loss. Does the loss depend on them?",
+                f"Gradients do not exist for variables {paths_without} when minimizing "
+                "the loss. Does the loss depend on them?",
                 stacklevel=2,
             )
         trained = tuple(
             v for v, g in zip(variables, combined, strict=True) if g is not None
         )
         update = Update(optimizer, trained, type(self.strategy).__name__)
-        current_run("optimizer.apply").scope.defer(
+        current_trace("optimizer.apply").scope.defer(
             update,
             [g for g in combined if g is not None],
             follows_writes=not self._group.updates_at_home,
@@ -389,6 +387,6 @@ class ReplicaContext(CountedReplicas):
             )
 
 
-def _countable(x: ArrayLike) -> jax.Array:
+def _summable(x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

@@ -38,22 +38,22 @@ class ReplicaAxis:
 
     @property
     def overlaps(self) -> bool:
-        """Whether sums travel while the devices compute: if each replica is one GPU.
+        """Whether sums can overlap with computation: if each replica is one GPU.
 
-        Were a replica several devices, a bucket would have to be gathered from them.
+        If a replica had several devices, a bucket would have to be gathered from them.
         """
         first = self.devices[0].split("/")[-1]
         return first.startswith("gpu:") and "+" not in first
 
     @property
     def joined_bytes(self) -> int:
-        """The largest array that `joined_sum` joins with others; 0: none.
+        """Bytes of the largest array that `joined_sum` joins with others; 0: none.
 
-        On CPUs each array of an all-reduce is a message of its own: summing the
-        gradients of MobileNetV2 one by one takes half of a step. Between processes, a
-        message wakes threads on both sides, so joining pays for large arrays, too: it
-        cuts the step of ResNet-18 and of MobileNetV2 to 0.93 of its time. On other
-        devices XLA joins them. Arrays of a replica on several devices are not joined.
+        On CPUs each array of an all-reduce is a separate message: separate sums of
+        MobileNetV2's gradients take half of a step. Between processes, a message wakes
+        threads on both sides, so it pays to join large arrays, too: steps of ResNet-18
+        and MobileNetV2 then take 0.93 of the time. On other devices XLA joins arrays.
+        Arrays of a replica on several devices are not joined.
         """
         if not self.is_of_cpus or "+" in self.devices[0]:
             return 0
@@ -62,14 +62,14 @@ class ReplicaAxis:
 
 
 def join(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Join arrays of one dtype to one; a single array keeps its shape, uncopied."""
+    """Join arrays of one dtype to a flat array; a single array is returned as it is."""
     if len(arrays) == 1:
         return arrays[0]
     return jnp.concatenate([jnp.ravel(x) for x in arrays])
 
 
 def split(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Split an array that `join` returned for arrays of these shapes."""
+    """Split an array that `join` returned for arrays shaped as in `like`."""
     if len(like) == 1:
         return [joined]
     flat, arrays, start = jnp.ravel(joined), [], 0
@@ -81,12 +81,13 @@ def split(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def joined_sum(tree: PyTree, axis: ReplicaAxis, names: str | tuple[str, ...]) -> PyTree:
-    """Sum each array over the replicas; on CPUs with few messages."""
+    """Sum each array over the replicas, on CPUs with few messages."""
     if not axis.joined_bytes:
         return lax.psum(tree, names)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
-    buckets: dict[str | int, list[int]] = {}  # By dtype; a large array is alone.
+    # Small arrays by dtype; each large array is alone.
+    buckets: dict[str | int, list[int]] = {}
     for i, x in enumerate(leaves):
         is_small = 0 < x.size * x.dtype.itemsize <= axis.joined_bytes
         buckets.setdefault(x.dtype.name if is_small else i, []).append(i)

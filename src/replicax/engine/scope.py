@@ -29,7 +29,7 @@ __all__ = [
 
 T = TypeVar("T")
 Call: TypeAlias = tuple[str, keras.Model | None]
-"""The method that the user called, and its model."""
+"""The name of the method that the user called, and its model."""
 
 
 class _ThreadState(threading.local):
@@ -81,7 +81,7 @@ def entered_context(context: "ReplicaContext | None") -> Generator[None]:
 
 @contextlib.contextmanager
 def outside_scopes() -> Generator[None]:
-    """Leave the strategy's scope for a while: objects made here belong to none."""
+    """Leave the strategies' scopes: objects created inside belong to no strategy."""
     outer, _state.strategies = _state.strategies, ()
     try:
         yield
@@ -94,8 +94,8 @@ def called_in(
 ) -> T:
     """Call a function in a strategy's scope; messages name the method `name`.
 
-    Afterwards the thread's state is restored, even if an interrupt kept a `with` in the
-    call from exiting: Python may raise it at the first instruction of `__exit__`, but
+    Afterwards the thread's state is restored, even if a `with` in the call could not
+    exit: Python may raise KeyboardInterrupt at the first instruction of `__exit__`, but
     not in this `finally`.
 
     Raises:
@@ -126,7 +126,7 @@ def _require_outer(strategy: StrategyLike) -> None:
 
 
 class Scope:
-    """`with strategy.scope():`. May be entered again while it is open."""
+    """The context of `with strategy.scope():`; reentrant."""
 
     def __init__(self, strategy: StrategyLike) -> None:
         self._strategy = strategy

@@ -49,16 +49,16 @@ class Kind(enum.Enum):
 
     PER_REPLICA = enum.auto()  # [R, ...]: each replica gets its entry
     ROWS = enum.auto()  # [R*b, ...]: each replica gets its rows
-    MIRRORED = enum.auto()  # [...]: every replica gets all of it
-    STATIC = enum.auto()  # no array: part of the program
+    MIRRORED = enum.auto()  # [...]: every replica gets the whole array
+    STATIC = enum.auto()  # no array: a constant of the program
 
 
 class Arguments:
-    """The structure of a call: what `fn(*args, **kwargs)` is rebuilt from.
+    """The structure of a call's arguments, without their arrays.
 
     Args:
         structure: Tree structure of `(args, kwargs)`.
-        kinds: One per leaf.
+        kinds: The kind of each leaf.
         statics: The values of the STATIC leaves, in order.
     """
 
@@ -71,53 +71,53 @@ class Arguments:
         self.statics = tuple(statics)
         self._structure = structure
         self._kinds = tuple(kinds)
-        self._dynamic = [kind for kind in kinds if kind is not Kind.STATIC]
+        self._array_kinds = [kind for kind in kinds if kind is not Kind.STATIC]
 
     def specs(
         self, axis_name: str, leading: tuple[None, ...]
     ) -> tuple[PartitionSpec, ...]:
-        """The spec of each array, after `leading` dimensions that are not split."""
+        """Each array's `PartitionSpec`; `leading` has a None per dimension in front."""
         split, whole = PartitionSpec(*leading, axis_name), PartitionSpec()
-        return tuple(whole if x is Kind.MIRRORED else split for x in self._dynamic)
+        return tuple(whole if x is Kind.MIRRORED else split for x in self._array_kinds)
 
     def on_device(
         self, arrays: Sequence[jax.Array], num_replicas: int
     ) -> tuple[Sequence[jax.Array], list[int | None]]:
-        """One device's parts of the arrays, and `in_axes` for `vmap` over its replicas.
+        """Prepare one device's arrays for a `vmap` over its replicas.
 
-        Of several replicas, arrays that are split have a dimension in front.
+        Returns the arrays, split ones as `[num_replicas, ...]`, and their `in_axes`.
         """
-        split = [None if kind is Kind.MIRRORED else 0 for kind in self._dynamic]
-        parts = [
+        in_axes = [None if kind is Kind.MIRRORED else 0 for kind in self._array_kinds]
+        mapped = [
             x
             if axis is None or num_replicas == 1
             else x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:])
-            for x, axis in zip(arrays, split, strict=True)
+            for x, axis in zip(arrays, in_axes, strict=True)
         ]
-        return parts, split
+        return mapped, in_axes
 
     def rebuild(
         self, arrays: Sequence[jax.Array]
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """One replica's `(args, kwargs)` from its parts of the arrays."""
-        dynamic, static = iter(arrays), iter(self.statics)
+        """One replica's `(args, kwargs)`, from the arrays that this replica gets."""
+        rest, statics = iter(arrays), iter(self.statics)
         leaves = []
         for kind in self._kinds:
             if kind is Kind.STATIC:
-                leaves.append(next(static))
+                leaves.append(next(statics))
             elif kind is Kind.PER_REPLICA:
-                leaves.append(next(dynamic)[0])
+                leaves.append(next(rest)[0])
             else:
-                leaves.append(next(dynamic))
+                leaves.append(next(rest))
         return jax.tree.unflatten(self._structure, leaves)
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)  # Frozen, it takes twice the time.
+@dataclasses.dataclass(kw_only=True, slots=True)  # Frozen takes twice the time.
 class FlatCall:
-    """The arguments of a call as arrays that are where the replicas want them.
+    """The arguments of a call, with arrays that are placed on the replicas' devices.
 
-    Calls of equal `key` may share a program, whose arguments `make_arguments` makes;
-    `num_active` replicas have examples of their own (None: all).
+    Calls with equal keys may share a program; `make_arguments` returns the arguments of
+    a new program. Only the first `num_active` replicas hold examples; None: all do.
     """
 
     key: Hashable
@@ -134,16 +134,16 @@ def flatten_call(
     kwargs: Mapping[str, PyTree],
     place: Callable[[PyTree, Kind], ArrayLike],
 ) -> FlatCall:
-    """Split the arguments of `strategy.run` into arrays and everything else.
+    """Separate the arrays in the arguments of `strategy.run` from everything else.
 
-    `PerReplica` leaves are split, arrays and Python numbers are given whole to every
-    replica, and the rest (booleans, strings, models, variables) is part of the program.
-    `place` puts an array where the replicas are.
+    Each replica gets its entry of a `PerReplica`, and the whole of other arrays and of
+    Python numbers. Other leaves (booleans, strings, models, variables) are constants of
+    the program. `place` transfers an array to the replicas' devices.
 
     Raises:
         TypeError: For arrays of strings, dates or objects, and for sparse arrays of
             packages other than JAX.
-        ValueError: For batches that different numbers of replicas hold examples of.
+        ValueError: If two batches have different numbers of replicas with examples.
     """
     flat, structure = jax.tree.flatten(
         (tuple(args), dict(kwargs)), is_leaf=is_per_replica
@@ -166,12 +166,12 @@ def flatten_call(
                 raise TypeError(
                     f"Strategy.run: got an array of {leaf.dtype}, {leaf!r}; expected "
                     "numbers or booleans. Encode it as numbers, or pass a string or a "
-                    "tuple of strings, which becomes a part of the program."
+                    "tuple of strings, which become constants of the program."
                 )
         elif is_foreign(leaf):
             raise TypeError(
-                f"Strategy.run: got a {described(leaf)}, which JAX does not know. Put "
-                "it into a dataset, whose batches are cut by rows, or pass a "
+                f"Strategy.run: got a {described(leaf)}, which JAX does not support. "
+                "Put it into a dataset, which splits it by rows, or pass a "
                 "jax.experimental.sparse.BCOO."
             )
         else:
@@ -195,7 +195,7 @@ def flatten_call(
 
 
 class ResultStructure:
-    """The structure of the results of a replica function, which messages call `name`.
+    """The structure of a replica function's results; errors name the function `name`.
 
     Raises:
         TypeError: For composite arrays and `PerReplica`s.
@@ -205,17 +205,17 @@ class ResultStructure:
         for leaf in jax.tree.leaves(out, is_leaf=is_per_replica):
             if is_per_replica(leaf):
                 raise TypeError(
-                    f"{name}: returned {leaf!r}, the values of all replicas. Pass it "
-                    "as an argument, strategy.run(fn, args=(value,)), so that each "
-                    "replica has its own."
+                    f"{name}: returned {leaf!r}, the values of all replicas. Pass this "
+                    "PerReplica as an argument, strategy.run(fn, args=(value,)), so "
+                    "that each replica returns its own value."
                 )
         require_dense(out, f"{name}, as a result")
         leaves, self._structure = jax.tree.flatten(out)
-        self._leaves = [None if _is_array_like(x) else x for x in leaves]
-        self.num_arrays = self._leaves.count(None)
+        self._constants = [None if _is_array_like(x) else x for x in leaves]
+        self.num_arrays = self._constants.count(None)
 
     def arrays(self, out: PyTree) -> list[jax.Array]:
-        """The arrays of such results, and their numbers as arrays."""
+        """The arrays in results of this structure; numbers become arrays."""
         return [
             jnp.asarray(x.value if isinstance(x, keras.Variable) else x)
             for x in jax.tree.leaves(out)
@@ -223,10 +223,10 @@ class ResultStructure:
         ]
 
     def unflatten(self, arrays: Sequence[PyTree]) -> PyTree:
-        """The results, of their arrays; other leaves are those of the trace."""
-        if self.num_arrays < len(self._leaves):
+        """Rebuild the results; leaves other than arrays are constants of the trace."""
+        if self.num_arrays < len(self._constants):
             rest = iter(arrays)
-            arrays = [next(rest) if leaf is None else leaf for leaf in self._leaves]
+            arrays = [next(rest) if x is None else x for x in self._constants]
         return jax.tree.unflatten(self._structure, arrays)
 
 
@@ -258,17 +258,17 @@ class Options:
     """The options of a program; the defaults are those of `strategy.run`.
 
     Attributes:
-        gradient_op: How the optimizer seam combines gradients.
-        num_active: Replicas that hold examples of the batch; None: all.
-        num_steps: Steps in one dispatch; arguments then have them as first dimension.
-            None: one step, without that dimension.
-        outputs: The form of the results. Of several steps those of the last are
-            kept, except ROWS, which keeps all.
-        finish: Called with the last step's results when the variables have their new
-            values; what it returns are the results.
-        variables: All variables that the function may touch. None: they are discovered,
-            as those of deferred updates have to be.
-        facts: What else must be the same on all workers, by name.
+        gradient_op: How gradients are combined before `optimizer.apply`.
+        num_active: Number of replicas that hold examples of the batch; None: all.
+        num_steps: Number of steps in one dispatch, the arguments' first dimension.
+            None: one step, and no such dimension.
+        outputs: The form of the results. A program of several steps returns the last
+            step's results, or with ROWS the rows of all steps.
+        finish: Maps the last step's results to the program's results; called after the
+            last step, with the variables' new values.
+        variables: All variables that the function may use. None: a first trace
+            discovers them. Updates that replicas divide always need that trace.
+        facts: Values by name that must be equal on all workers.
     """
 
     gradient_op: ReduceOp = ReduceOp.SUM
@@ -276,25 +276,24 @@ class Options:
     num_steps: int | None = None
     outputs: Outputs = Outputs.PER_REPLICA
     finish: Callable[[PyTree], PyTree] | None = None
-    # The function decides on these, so they are no part of a program's key.
+    # Not in a program's key: `variables` and `facts` follow from the function.
     variables: Sequence[Variable] | None = dataclasses.field(
         default=None, compare=False
     )
     facts: Mapping[str, JSON] = dataclasses.field(default_factory=dict, compare=False)
 
 
-# Results that are rows: `predict` concatenates those of the replicas along the first
-# dimension. That is what one device returns only if each row of a batch makes equally
-# many rows of a result.
+# `predict` concatenates the replicas' results along the first dimension. The result is
+# that of one device only if each row of the batch yields the same number of rows.
 
 
 def num_rows_of(arguments: PyTree) -> int:
-    """The number of rows in one replica's part of a batch."""
+    """Number of rows in one replica's part of a batch."""
     return jax.tree.leaves(arguments, is_leaf=is_composite)[0].shape[0]
 
 
 def are_of_rows(shapes: Iterable[Shape], num_rows: int) -> bool:
-    """Whether the first dimension has the number of rows, and no other dimension."""
+    """Whether in each shape the first dimension, and only the first, is `num_rows`."""
     return all(s[:1] == (num_rows,) and num_rows not in s[1:] for s in shapes)
 
 
@@ -304,52 +303,49 @@ def require_rows(
     arguments: PyTree,
     call: Callable[[PyTree], PyTree],
 ) -> None:
-    """Raise a ValueError for results that do not grow, row by row, with the batch.
+    """Raise a ValueError for results whose rows are not proportional to the batch's.
 
-    `arguments` are the replica's part of the batch that the `results` were computed
-    from. `call` computes the results of others: it is traced, with twice as many rows,
-    where the results' own shapes do not tell.
+    `call` computed the `results` from `arguments`, the replica's part of the batch. It
+    is traced with twice as many rows if shapes alone do not decide.
     """
     num_rows = num_rows_of(arguments)
-    named = jax.tree_util.tree_leaves_with_path(results)
-    shapes = [np.shape(x) for _, x in named]
+    leaves = jax.tree_util.tree_leaves_with_path(results)
+    shapes = [np.shape(x) for _, x in leaves]
     if are_of_rows(shapes, num_rows):
         return
     try:
-        larger = _shapes_of_twice(arguments, call)
+        doubled = _shapes_for_doubled_batch(arguments, call)
     except Exception:  # noqa: BLE001
-        # Whatever it raises, the step takes batches of this size only. That must divide
-        # the results' sizes.
-        larger = [_doubled(s) if s and s[0] % num_rows == 0 else () for s in shapes]
-    for (path, _), shape, expected in zip(named, shapes, larger, strict=True):
-        if not shape or expected != _doubled(shape):
+        # The function accepts batches of this size only, so only the shapes decide.
+        doubled = [_doubled(s) if s and s[0] % num_rows == 0 else () for s in shapes]
+    for (path, _), shape, actual in zip(leaves, shapes, doubled, strict=True):
+        if not shape or actual != _doubled(shape):
             name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
             raise ValueError(
                 f"{caller}: {name} has shape {shape} for {num_rows} rows. Several "
                 "replicas share a batch, and their outputs are joined along the first "
-                "dimension, which must be that of the rows. Transpose the output; "
-                "leave out what belongs to no row, such as a weight, and read it from "
-                "the model; compare rows, such as all pairs, in a loss and not in the "
-                "model; or use a strategy of one replica, such as "
+                "dimension, which must be that of the rows. Transpose the output; do "
+                "not return values that belong to no row, such as a weight, but read "
+                "them from the model; compare rows, such as all pairs, in a loss and "
+                "not in the model; or use a strategy of one replica, such as "
                 "rx.OneDeviceStrategy('cpu:0')."
             )
 
 
-def _shapes_of_twice(
+def _shapes_for_doubled_batch(
     arguments: PyTree, call: Callable[[PyTree], PyTree]
 ) -> list[Shape]:
-    """The shapes of the results of a batch with twice as many rows."""
     if any(map(is_composite, jax.tree.leaves(arguments, is_leaf=is_composite))):
-        raise TypeError("The arrays of composite ones have other dimensions.")
+        raise TypeError("The components of composite arrays have no rows to double.")
     shapes: list[Shape] = []
 
     def traced(arguments: PyTree) -> None:
         shapes[:] = map(np.shape, jax.tree.leaves(call(arguments)))
 
-    def larger(x: jax.Array) -> jax.ShapeDtypeStruct:
+    def twice(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(_doubled(x.shape), x.dtype)
 
-    jax.eval_shape(traced, jax.tree.map(larger, arguments))
+    jax.eval_shape(traced, jax.tree.map(twice, arguments))
     return shapes
 
 

@@ -1,7 +1,7 @@
 """Traces one step of a replica function for each device.
 
-The replicas of a device run the function. The variables that it writes are combined
-over all replicas, each by its own `aggregation`, which Keras declares.
+The device's replicas call the function. Each variable that the function writes is then
+combined over all replicas, by the variable's `aggregation`.
 """
 
 import functools
@@ -24,7 +24,7 @@ from replicax.engine.checks.divergence import declare_whole
 from replicax.engine.composites import is_key
 from replicax.engine.empty_arrays import creating_empty_arrays
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.replay import StepRun
+from replicax.engine.replay import StepTrace
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import entered_context
 from replicax.engine.signature import (
@@ -64,16 +64,16 @@ class ReplicaStep:
 
     Attributes:
         written: The variables that the function writes.
-        inputs: The variables whose values it takes: `written`, then read-only ones.
+        inputs: The variables whose values are inputs: `written`, then read-only ones.
         updates: The updates that follow the replicas' part of each step.
         divides_updates: Whether the devices divide the updates listed in `updates`.
         unused: With deferred updates, ids of variables that the function reads but does
             not use, such as optimizer state. They are no inputs.
         overwritten: Ids of variables in `written` whose old values are unused.
-        analysis: The facts under which the function is traced.
+        analysis: Facts from an earlier trace, which change the next trace.
         mirrored_sums: Ids of variables of aggregation `"sum"` to which all replicas
-            assigned the same value in the last trace.
-        trains: Whether an optimizer makes updates in it; False until it is traced.
+            assigned the same value in a trace so far.
+        trains: Whether the function applies an optimizer; False until it is traced.
         results: The structure of the function's results; empty until it is traced.
     """
 
@@ -100,11 +100,11 @@ class ReplicaStep:
         self.trains = False
         self.results = ResultStructure(None, name)
         self._are_rows = options.outputs is Outputs.ROWS
-        # Predictions, which are rows, need no update.
+        # `predict`, whose outputs are rows, makes no updates.
         self.divides_updates = group.divides_updates and not self._are_rows
 
     def discover(self, leaves: Sequence[PyTree]) -> list[Update]:
-        """Find the variables; return the updates to be made after the program.
+        """Find the variables; return the updates that the strategy's home makes.
 
         The recording scope is entered outside the trace, so variables that the function
         creates are initialised when the scope closes.
@@ -115,15 +115,15 @@ class ReplicaStep:
             if not self.divides_updates:
                 raise
             _logger.warning(
-                "%s: each device makes the whole update, and gathers the optimizer's "
-                "slots for it, since the step needs the new values: %s",
+                "%s: each device makes the whole update, and gathers the optimizer "
+                "state for it, since the step needs the new values: %s",
                 self._name,
                 error,
             )
             self.divides_updates = False
             updates = self._discover(leaves)
         if self._group.updates_at_home:
-            # Keras' steps read the whole optimizer state, which stays where it lives.
+            # Keras' steps read all optimizer state, but the home keeps it.
             self.inputs = [v for v in self.inputs if id(v) not in self.unused]
             return updates
         self.updates = updates
@@ -144,22 +144,22 @@ class ReplicaStep:
         def replica_step(leaves: Leaves) -> PyTree:
             args, kwargs = self._arguments.rebuild(leaves)
             call = functools.partial(self._fn, *args, **kwargs)
-            run = StepRun(call, lambda: RecordingScope(recorder))
+            trace = StepTrace(call, lambda: RecordingScope(recorder))
             context = self._context()
             with entered_context(context):
-                out = run.execute()
-            recorder.written.update(run.scope.written)
-            updates[:] = run.scope.deferred
+                out = trace.execute()
+            recorder.written.update(trace.scope.written)
+            updates[:] = trace.scope.deferred
             self.mirrored_sums |= context.mirrored_sums
-            new = [value for _, value in run.scope.updates()]
-            return self._flat_results(out), new, *run.scope.deferred.values()
+            new = [value for _, value in trace.scope.updates()]
+            return self._flat_results(out), new, *trace.scope.deferred.values()
 
         traced = self.on_devices(step, (self.leaf_specs(),), PartitionSpec())
         with recorder:
             jaxpr = jax.make_jaxpr(traced)(tuple(leaves))
             variables = recorder.read | recorder.written
-            # Variables created in this trace count as used: the next trace may use them
-            # earlier, such as the loss scale of an optimizer that the step builds.
+            # Variables created in this trace count as used: the next trace may use
+            # their values, such as the loss scale of an optimizer that the step builds.
             created = {i for i, v in variables.items() if not has_value(v)}
         self.analysis = Analysis(
             mirrored_sums=frozenset(self.mirrored_sums),
@@ -175,14 +175,14 @@ class ReplicaStep:
 
     def run_eagerly(self, arrays: Sequence[PyTree]) -> PyTree:
         """Run the function of one replica eagerly, and assign its variables."""
-        # Uncommitted arrays go to where the variables are.
-        free = [x if is_key(x) else jnp.asarray(np.asarray(x)) for x in arrays]
-        args, kwargs = self._arguments.rebuild(free)
+        # JAX moves uncommitted arrays to the variables' device.
+        uncommitted = [x if is_key(x) else jnp.asarray(np.asarray(x)) for x in arrays]
+        args, kwargs = self._arguments.rebuild(uncommitted)
         with entered_context(self._context()):
             call = functools.partial(self._fn, *args, **kwargs)
-            run = StepRun(call, lambda: ChildScope(None))
-            results = run.execute()
-            for variable, value in run.scope.updates():
+            trace = StepTrace(call, lambda: ChildScope(None))
+            results = trace.execute()
+            for variable, value in trace.scope.updates():
                 variable.assign(value)
             finish = self._options.finish
             return results if finish is None else finish(results)
@@ -190,8 +190,8 @@ class ReplicaStep:
     def on_devices(
         self, body: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., PyTree]:
-        """Map `body`, the function of one device, over all devices."""
-        # Results declared equal on all replicas are checked by `varying_marks`.
+        """Map `body`, one device's part of the program, over all devices."""
+        # `varying_marks` checks instead of JAX (`check_vma`) that results are equal.
         return jax.shard_map(
             creating_empty_arrays(body) if self.analysis.has_empty_arrays else body,
             mesh=self._group.mesh,
@@ -202,17 +202,17 @@ class ReplicaStep:
         )
 
     def on_replicas(self) -> Callable[[Arrays, Arrays, Leaves], PyTree]:
-        """The program for all devices: from written values, read values and leaves.
+        """The program for all devices: of written values, read values and leaves.
 
         If replicas divide the updates, each step has two parts: replicas compute the
-        gradients, then XLA's partitioner divides the updates, by the layouts of weights
-        and slots. After the last step, replicas finish the results.
+        gradients, then XLA's partitioner divides the updates as weights and optimizer
+        state are sharded. After the last step, replicas call `Options.finish`.
         """
         group, axis = self._group, self._group.axis.name
         layouts = [group.layout(v) for v in self.inputs]
         specs = [
             PartitionSpec(*(axis if names == axis else None for names in x.spec))
-            for x in layouts  # XLA's partitioner handles the other axes.
+            for x in layouts  # The other mesh axes are left to XLA's partitioner.
         ]
         written, read = specs[: len(self.written)], specs[len(self.written) :]
         if not self.updates:
@@ -262,7 +262,7 @@ class ReplicaStep:
         written: Arrays,
         leaves: Leaves,
     ) -> tuple[Arrays, T]:
-        """One step, or a scan over several: new values, and the results to keep."""
+        """Run one step, or scan over several: new values, and the program's results."""
         if self._options.num_steps is None:
             return once(written, leaves)
         new, out = lax.scan(once, written, leaves)
@@ -279,14 +279,14 @@ class ReplicaStep:
         layouts: Sequence[NamedSharding],
     ) -> Arrays:
         """The values of `written` after the updates of a step."""
-        known = dict(zip(map(id, self.written), values, strict=True))
+        new_values = dict(zip(map(id, self.written), values, strict=True))
         for update, grads in zip(self.updates, gradients, strict=True):
             changed = [id(v) for v in update.changed]
-            new = update.make([known[i] for i in changed], grads)
-            known |= zip(changed, new, strict=True)
+            new = update.make([new_values[i] for i in changed], grads)
+            new_values |= zip(changed, new, strict=True)
         return [
             lax.with_sharding_constraint(x, layout)
-            for x, layout in zip(known.values(), layouts, strict=False)
+            for x, layout in zip(new_values.values(), layouts, strict=False)
         ]
 
     def leaf_specs(self) -> tuple[PartitionSpec, ...]:
@@ -295,8 +295,8 @@ class ReplicaStep:
         return self._arguments.specs(self._group.axis.name, leading)
 
     def out_specs(self) -> PartitionSpec | list[PartitionSpec]:
-        """The specs of the results over the devices; a single one if all have it."""
-        # The results of a single replica are its own, and its rows may be scalars.
+        """The specs of the results over the devices; one spec if it is that of all."""
+        # A single replica's results are not split: its rows may be scalars.
         is_alone = self._group.num_replicas == 1
         if self._options.outputs is Outputs.MIRRORED or is_alone:
             return PartitionSpec()
@@ -306,7 +306,7 @@ class ReplicaStep:
         return [PartitionSpec() if x else split for x in equal] if equal else split
 
     def _results(self, out: Arrays, values: Arrays) -> Arrays:
-        """A device's last results as the program returns them; `values` are new."""
+        """One device's results, in the form of `out_specs`, from the new `values`."""
         finish = self._options.finish
         if finish is not None:
 
@@ -319,17 +319,17 @@ class ReplicaStep:
             out = self._group.mapped(finished)(out)
         if self._are_rows:
             return out
-        several = self._group.num_per_device > 1  # Then `x` has a dimension of them.
+        is_stacked = self._group.num_per_device > 1
         return [
-            (x[0] if several else x) if is_equal else (x if several else x[None])
+            (x[0] if is_stacked else x) if is_equal else (x if is_stacked else x[None])
             for x, is_equal in zip(out, self.equal_results(len(out)), strict=True)
         ]
 
     @property
     def num_results(self) -> int:
         """Number of the results whose form depends on whether they are equal."""
-        is_open = self._options.outputs is Outputs.PER_REPLICA
-        return self.results.num_arrays if is_open else 0
+        is_per_replica = self._options.outputs is Outputs.PER_REPLICA
+        return self.results.num_arrays if is_per_replica else 0
 
     def equal_results(self, num: int) -> Sequence[bool]:
         """Whether each of `num` results is returned once, for all replicas."""
@@ -343,7 +343,7 @@ class ReplicaStep:
             lambda leaves: self._replica_step(written, read, leaves), leaves
         )
         if self._group.num_per_device > 1:
-            # Equal on all of the device's replicas, as the divergence pass sees to.
+            # The divergence check ensures that all replicas' values are equal.
             gradients, new = jax.tree.map(lambda x: x[0], (gradients, new))
             if self._are_rows:
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
@@ -356,38 +356,40 @@ class ReplicaStep:
         return group.mapped(fn, (split,))(leaves)
 
     def _replica_step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
-        """Run the function for one replica and combine what it wrote."""
+        """Trace the function for one replica, and combine the variables it writes."""
         context = self._context()
         arguments = self._arguments.rebuild(leaves)
         with entered_context(context):
             start = self._start_values(context, written, read)
 
-            def run_of(arguments: PyTree) -> StepRun:
+            def trace_of(arguments: PyTree) -> StepTrace:
                 args, kwargs = arguments
                 call = functools.partial(self._fn, *args, **kwargs)
-                return StepRun(call, lambda: self._scope_of(start))
+                return StepTrace(call, lambda: self._scope_of(start))
 
-            run = run_of(arguments)
-            out = run.execute()
+            trace = trace_of(arguments)
+            out = trace.execute()
             results = self._flat_results(out)
             if self._are_rows and context.num_replicas_here > 1:
-                require_rows(self._name, out, arguments, lambda x: run_of(x).execute())
+                require_rows(
+                    self._name, out, arguments, lambda x: trace_of(x).execute()
+                )
             self.mirrored_sums |= context.mirrored_sums
             changed = {
-                i: run.scope.state_mapping[id(v)]
+                i: trace.scope.state_mapping[id(v)]
                 for i, v in enumerate(self.written)
-                if id(v) in run.scope.written
+                if id(v) in trace.scope.written
             }
             if self.mirrored_sums <= self.analysis.mirrored_sums:  # Not traced again.
                 self._warn_of_workers(context)
             combined = self._combined(context, written, changed)
-            # An assigned Python number has a weak type: the next step would recompile.
+            # Cast: weakly typed values, of assigned Python numbers, would recompile.
             new = [
                 jnp.asarray(combined.get(i, old), old.dtype)
                 for i, old in enumerate(written)
             ]
         self.trains = self.trains or context.has_trained
-        return results, list(run.scope.deferred.values()), new
+        return results, list(trace.scope.deferred.values()), new
 
     def _flat_results(self, out: PyTree) -> Arrays:
         self.results = ResultStructure(out, self._name)
@@ -407,7 +409,7 @@ class ReplicaStep:
     def _start_values(
         self, context: ReplicaContext, written: Arrays, read: Arrays
     ) -> Arrays:
-        """The variables' values for this replica when the step starts."""
+        """The inputs' values for this replica at the start of the step."""
         values = self._wholes(context, [*written, *read])
         for i, variable in enumerate(self.inputs):
             if is_seed_state(variable):
@@ -419,7 +421,7 @@ class ReplicaStep:
         return values
 
     def _aggregation(self, variable: Variable) -> str:
-        """The variable's aggregation; values equal on all replicas are not summed."""
+        """The variable's aggregation, or `"none"` for a sum of equal values."""
         return (
             "none"
             if id(variable) in self.analysis.mirrored_sums
@@ -427,7 +429,7 @@ class ReplicaStep:
         )
 
     def _wholes(self, context: ReplicaContext, values: Arrays) -> Arrays:
-        """The inputs' values, gathered where replicas hold blocks."""
+        """The inputs' values; blocks are gathered."""
         dims = [self._group.layouts.dim_of(v) for v in self.inputs]
         return [
             x if dim is None else context.blocked.whole(Block(x, dim))
@@ -439,8 +441,8 @@ class ReplicaStep:
     ) -> dict[int, jax.Array]:
         """Combine the written variables' values, by the variables' positions."""
         combined: dict[int, jax.Array] = {}
-        # One reduction for all means, and one for all sums. To add up is right, since
-        # each replica started from its summand of a variable's old value.
+        # One reduction for all means, and one for all sums. Each replica's value of a
+        # "sum" variable started as a summand of the old value, so the sum is right.
         joined: dict[str, dict[int, jax.Array]] = {"mean": {}, "sum": {}}
         for i, value in new.items():
             variable = self.written[i]
@@ -456,7 +458,7 @@ class ReplicaStep:
     def _mirrored(
         self, context: ReplicaContext, number: int, new: jax.Array
     ) -> jax.Array:
-        """The value of a variable that is equal on all replicas."""
+        """The device's value, or block, of a variable that is equal on all replicas."""
         variable = self.written[number]
         if id(variable) in self.analysis.from_first:
             new = context.first(new)
@@ -469,15 +471,14 @@ class ReplicaStep:
         return block.data
 
     def _warn_of_workers(self, context: ReplicaContext) -> None:
-        """Warn of metrics of the whole batch where workers' states are summed."""
+        """Warn of metrics of the whole batch if workers' states are added up."""
         home = self._group.strategy.home
         names = dict.fromkeys(context.model.metrics_of_whole)
         if names and home.adds_up(trains=context.has_trained):
             warnings.warn(
                 f"{self._name}: {', '.join(names)} is not known to be a sum over "
                 "examples, but the workers' states are added up at an epoch's end or "
-                "after a closure. Compute it in evaluate, where each worker goes "
-                "through all of the "
+                "after a closure. Compute it in evaluate, where each worker uses all "
                 "data; or declare that it is a sum, with rx.losses.per_example.",
                 stacklevel=2,
             )

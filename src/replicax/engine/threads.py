@@ -2,8 +2,8 @@
 
 A program donates the arrays of the variables that it writes. Another thread may still
 hold such an array, and JAX crashes on deleted arrays of several devices. So a thread
-gets a variable's own array only while it is the only thread that uses variables; with
-several, each read is a copy, made between two programs.
+that reads a variable gets its own array only if no other thread uses variables.
+Otherwise it gets a copy, made between two programs.
 """
 
 import contextlib
@@ -46,12 +46,12 @@ class _Users:
     """The threads that use variables, by identifier.
 
     Attributes:
-        alone: The only such thread; None: there are several, or none yet.
-        holder: The thread, other than `alone`, that may hold variables' own arrays,
-            read while it was alone; None: no thread does.
+        alone: The only such thread; None: several threads, or none yet.
+        holder: A thread that was alone and may still hold variables' own arrays; None:
+            only `alone` may.
         threads: All such threads.
-        variables: All variables of strategies, by their ids.
-        last: The thread that dispatched last while there were several, and its results.
+        variables: All variables of strategies, by id.
+        last: With several threads, the last one to dispatch, and the program's results.
     """
 
     def __init__(self) -> None:
@@ -92,10 +92,10 @@ def _register_thread() -> bool:
 
 
 def dispatch(call: Callable[[], T], *, on_cpu: bool) -> T:
-    """Dispatch a program: one at a time over all threads.
+    """Dispatch a program; threads dispatch one at a time.
 
-    The CPU's thread pool has room for the collectives of one program, so on CPUs the
-    last program of another thread must end first.
+    The CPU's thread pool has room for the collectives of one program, so on CPUs
+    another thread's last program must end first.
     """
     with order:
         if is_alone():
@@ -117,7 +117,7 @@ def _wait_for_others() -> None:
 
 
 def _replace_held_arrays() -> None:
-    """Give variables copies, so that no thread holds an array that is donated next."""
+    """Replace arrays that another thread may hold by copies, which may be donated."""
     if _users.holder in (None, threading.get_ident()):
         return
     _users.holder = None
@@ -130,7 +130,7 @@ def _replace_held_arrays() -> None:
 
 @contextlib.contextmanager
 def _own_values() -> Generator[None]:
-    """Read and write the variables themselves, also within a snapshot."""
+    """Read and write the variables themselves, even inside a snapshot's context."""
     outer = internals.replace_values(None)
     try:
         yield
@@ -139,7 +139,7 @@ def _own_values() -> Generator[None]:
 
 
 def _live_values(variables: Sequence[keras.Variable]) -> list[jax.Array]:
-    """The arrays of variables; raises if one is deleted, where JAX may crash."""
+    """The arrays of variables; raises for a deleted array, on which JAX may crash."""
     with _own_values():
         values = internals.read_values(variables)
     for variable, value in zip(variables, values, strict=True):
@@ -151,39 +151,38 @@ def require_value(variable: keras.Variable, value: object) -> None:
     """Raise if a variable's array was deleted.
 
     Raises:
-        LostValuesError: A program donated it, and raised an exception in its call.
+        LostValuesError: If the array is deleted.
     """
     if isinstance(value, jax.Array) and value.is_deleted():
         raise LostValuesError(
             f"variable {variable.path!r} {variable.shape}: its value has been deleted. "
-            "A program that donates its arguments was given the array, or raised an "
-            "exception in its call. Load or assign the variable again, as from a "
-            "checkpoint."
+            "Its array was donated to another program, or to a call that raised an "
+            "exception. Load or assign the variable again, such as from a checkpoint."
         )
 
 
 def _copied(
     values: Sequence[jax.Array], *, replicated: bool = False
 ) -> list[jax.Array]:
-    """Copy arrays on their devices; call it with `order` held.
+    """Copy arrays on their devices; the caller holds `order`.
 
     With `replicated`, each device of a sharded array gets the whole array.
     """
     local = [x for x in values if x.is_fully_addressable]
     places = [_replicated(x.sharding) if replicated else x.sharding for x in local]
-    with jax.ensure_compile_time_eval():  # A layer may read it in a trace.
+    with jax.ensure_compile_time_eval():  # The caller may be tracing a layer.
         copies = iter(jax.device_put(local, places, may_alias=False))
     return [next(copies) if x.is_fully_addressable else _copy(x) for x in values]
 
 
-def _replicated(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    if not isinstance(place, NamedSharding) or place.is_fully_replicated:
-        return place
-    return NamedSharding(place.mesh, PartitionSpec())
+def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def _copy(value: jax.Array) -> jax.Array:
-    """Copy this process' part of an array of several processes."""
+    """Copy an array of several processes, each process its own shards."""
     parts = _copied([x.data for x in value.addressable_shards])
     return jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)
 
@@ -195,8 +194,8 @@ def value_for_reader(variable: keras.Variable) -> jax.Array:
     """A copy of a variable's value, for a thread that is not alone.
 
     All reads in one eager call of a layer see the values after the same step. Sharded
-    values are gathered: operations on them would be programs with collectives, and
-    dispatched out of `order`.
+    values are gathered, since JAX would dispatch collectives for operations on them
+    without holding `order`.
     """
     call = internals.current_layer()
     if call is None:
@@ -230,9 +229,9 @@ class VariableSnapshot:
     ) -> None:
         of_strategies = [v for v in variables if _users.variables.get(id(v)) is v]
         with order:
-            there = [v for v in of_strategies if internals.has_value(v)]
-            values = _copied(_live_values(there), replicated=replicated)
-        self.values = dict(zip(map(id, there), values, strict=True))
+            initialised = [v for v in of_strategies if internals.has_value(v)]
+            values = _copied(_live_values(initialised), replicated=replicated)
+        self.values = dict(zip(map(id, initialised), values, strict=True))
         self._outer: internals.OtherValues | None = None
 
     def has(self, variable: keras.Variable) -> bool:
@@ -240,7 +239,7 @@ class VariableSnapshot:
         return id(variable) in self.values
 
     def read(self, variable: keras.Variable) -> jax.Array:
-        """A variable's value here, or a copy of its own value if it has none here."""
+        """A variable's value in the snapshot, or else a copy of its current value."""
         value = self.values.get(id(variable))
         if value is None:
             with order:

@@ -1,6 +1,6 @@
-"""`PerReplica`: one value per replica, held as one global array.
+"""`PerReplica`: one value per replica, stored as one global array.
 
-Legend: `R` replicas, `b` examples in a replica's batch, `B = R * b` in the global one.
+Legend: `R` replicas, `b` examples per replica, `B = R * b` in the global batch.
 """
 
 import dataclasses
@@ -40,25 +40,25 @@ _INSTEAD = (
 
 
 class PerReplica:
-    """One value per replica, as `strategy.run` returns it and takes it.
+    """One value per replica: an argument or a result of `strategy.run`.
 
     The values are stored as a single array whose first dimension is the replica, so
     they stay on their devices until they are read. `PerReplica` is a pytree node:
     `jax.tree.map` sees the stacked array. Results that are equal on all replicas are
-    ordinary arrays instead. With one replica, such as in a batch, it may be used as an
-    array. With several, arithmetic, indexing and JAX's functions raise an error that
-    names the ways to the values; `np.asarray` returns all of them, `[R, ...]`. (TF:
+    ordinary arrays instead. With one replica, such as in a batch, a `PerReplica` works
+    like an array. With several, arithmetic, indexing and JAX's functions raise an error
+    that explains how to get the values; `np.asarray` returns them all, `[R, ...]`. (TF:
     `tf.distribute.PerReplica`.)
 
     Args:
-        array: `[R, ...]`, entry `i` belongs to replica `i`. Sharded over the devices of
+        array: `[R, ...]`; entry `i` belongs to replica `i`. Sharded over the devices of
             the replicas along its first dimension. A sparse array has a batch dimension
             of replicas.
         num_active: Only the first `num_active` replicas hold examples; None: all. The
             others compute on copies, which `values`, `strategy.reduce` and
             `strategy.gather` leave out.
-        is_batch: Whether a distributed dataset made it: `strategy.run` then prefers its
-            `num_active` over those of other arguments.
+        is_batch: Whether the value is from a distributed dataset: `strategy.run` then
+            uses its `num_active` and ignores that of other arguments.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -79,8 +79,8 @@ class PerReplica:
     def values(self) -> tuple[PyTree, ...]:
         """This process' values, in the order of its replicas, each on its device.
 
-        Replicas without examples are left out. A value may be used with arrays on any
-        device: JAX copies it there.
+        Replicas without examples are left out. If a value is used with arrays on
+        another device, JAX copies it there.
         """
         array = self.array
         if is_composite(array):
@@ -100,7 +100,7 @@ class PerReplica:
         return tuple(array[i] for i in range(self.num_active or array.shape[0]))
 
     def with_array(self, array: PyTree) -> "PerReplica":
-        """Another array `[R, ...]` of the same replicas' values."""
+        """A `PerReplica` of another array `[R, ...]`, for the same replicas."""
         return PerReplica(array, self.num_active, is_batch=self.is_batch)
 
     def __array__(
@@ -122,8 +122,8 @@ class PerReplica:
         values = np.array(self.array, dtype=dtype, copy=copy)
         return values[0, ...] if len(values) == 1 else values[: self.num_active]
 
-    # Uses as an array get the only value. With several, the stacked array would be
-    # wrong in silence.
+    # With one replica, operations use the only value. With several, they raise, since
+    # the stacked array would give wrong results silently.
 
     def __jax_array__(self) -> PyTree:
         return _only_value(self, "an array was expected")
@@ -139,7 +139,7 @@ class PerReplica:
         return getattr(ufunc, method)(*arrays, **options)
 
     def __getattr__(self, name: str) -> PyTree:
-        # Python calls it for missing attributes only.
+        # Python calls this for missing attributes only.
         if name not in _OF_ARRAYS:
             raise AttributeError(f"a PerReplica has no attribute {name!r}")
         if _holds_one(self):
@@ -166,7 +166,7 @@ class PerReplica:
 
     def __repr__(self) -> str:
         array = self.array
-        if not hasattr(array, "dtype"):  # Something else mapped over the pytree.
+        if not hasattr(array, "dtype"):  # `jax.tree.map` returned another object.
             return f"PerReplica({array!r})"
         if is_composite(array):
             return f"PerReplica({described(array)})"
@@ -187,30 +187,30 @@ class PerReplica:
 
 
 def _holds_one(value: PerReplica) -> bool:
-    """Whether there is one replica, whose value may be used as an array."""
+    """Whether there is only one value, so that the `PerReplica` works like an array."""
     return is_array(value.array) and value.array.shape[0] == 1
 
 
-def _only_value(value: PerReplica, what: str) -> PyTree:
+def _only_value(value: PerReplica, operation: str) -> PyTree:
     """The value of the only replica.
 
     Raises:
-        TypeError: If there are several.
+        TypeError: If there are several values; the message names the operation.
     """
     if not _holds_one(value):
-        raise _refusal(value, what)
+        raise _refusal(value, operation)
     return value.values[0]
 
 
-def _refusal(value: PerReplica, what: str) -> TypeError:
-    shape, each = getattr(value.array, "shape", None), ""
+def _refusal(value: PerReplica, operation: str) -> TypeError:
+    shape, values = getattr(value.array, "shape", None), ""
     if isinstance(shape, tuple) and shape:
-        each = f" of {shape[0]} values of shape {shape[1:]}"
-    return TypeError(f"{what}: a PerReplica{each} {_INSTEAD}")
+        values = f" of {shape[0]} values of shape {shape[1:]}"
+    return TypeError(f"{operation}: a PerReplica{values} {_INSTEAD}")
 
 
 def _operator(name: str) -> Callable[..., PyTree]:
-    """A special method that applies the array's own to the only replica's value."""
+    """A special method that calls the same method of the only replica's value."""
 
     def method(value: PerReplica, *others: PyTree) -> PyTree:
         return getattr(_only_value(value, f"value.{name}"), name)(*others)
@@ -279,10 +279,10 @@ def is_per_replica(value: object) -> bool:
 
 
 def num_active_in(leaves: Iterable[object], name: str) -> int | None:
-    """The number of replicas that hold examples of a call's arguments; None: all.
+    """The number of replicas that hold examples in a call's arguments; None: all.
 
-    Batches decide. Without batches, results of earlier calls decide; beside a batch,
-    such results may be state, such as weights, of another number.
+    If there are batches, only their `num_active` counts: results of earlier calls may
+    then be state, such as weights. Without batches, that of earlier results counts.
 
     Raises:
         ValueError: If the numbers differ; `name` is the call in the message.
@@ -296,8 +296,9 @@ def num_active_in(leaves: Iterable[object], name: str) -> int | None:
         listed = ", ".join(map(repr, batches or values))
         raise ValueError(
             f"{name}: got values of batches with different numbers of replicas that "
-            f"hold examples: {listed}. Combine the earlier ones with strategy.reduce "
-            "or strategy.gather, or make batches of a size that the replicas divide."
+            f"hold examples: {listed}. Combine earlier results with strategy.reduce or "
+            "strategy.gather, or choose a batch size that divides by the number of "
+            "replicas."
         )
     return numbers.pop() if numbers else None
 
@@ -306,27 +307,27 @@ _num_active: dict[int, int] = {}
 
 
 def note_num_active(array: jax.Array, number: int) -> None:
-    """Record how many replicas had examples when all computed this equal result.
+    """Record the number of replicas with examples for a result that is equal on all.
 
-    A sum of it over the replicas, such as of a number of batches, is over these.
+    `strategy.reduce` and `strategy.gather` then count these replicas only.
     """
     _num_active[id(array)] = number
     weakref.finalize(array, _num_active.pop, id(array), None)
 
 
 def num_active_of(array: object) -> int | None:
-    """The number given to `note_num_active`; None: all replicas."""
+    """The number that `note_num_active` recorded; None: all replicas."""
     return _num_active.get(id(array))
 
 
 def spread(tree: PyTree) -> PyTree:
     """Replace each stacked composite array by a composite array of `PerReplica`s."""
 
-    def one(value: PyTree) -> PyTree:
-        if not isinstance(value, PerReplica) or not is_composite(value.array):
-            return value
+    def spread_leaf(leaf: PyTree) -> PyTree:
+        if not isinstance(leaf, PerReplica) or not is_composite(leaf.array):
+            return leaf
         return one_of(
-            value.array, [value.with_array(x) for x in jax.tree.leaves(value.array)]
+            leaf.array, [leaf.with_array(x) for x in jax.tree.leaves(leaf.array)]
         )
 
-    return jax.tree.map(one, tree, is_leaf=is_per_replica)
+    return jax.tree.map(spread_leaf, tree, is_leaf=is_per_replica)

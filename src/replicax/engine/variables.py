@@ -1,10 +1,10 @@
 """Scopes that record or provide the Keras variables of a traced step.
 
-Keras lets code run "stateless": inside a `keras.StatelessScope` reads and writes of
-variables go through the scope. The scopes here build programs on that.
+Inside a `keras.StatelessScope`, Keras reads and writes variables through the scope. The
+scopes here are such scopes.
 
-Where the variables live elsewhere, or in blocks, `optimizer.apply` is deferred: the
-summed gradients become results of the replicas' part, and the updates follow it.
+Where variables are not on the replicas, or are sharded, `optimizer.apply` is deferred:
+the replicas' part of the program returns the summed gradients, and updates follow it.
 """
 
 import contextlib
@@ -54,28 +54,28 @@ __all__ = [
 Variable = keras.Variable
 
 
-def checked_variables(given: object, caller: str) -> list[Variable]:
-    """The Keras variables in an iterable, or a single one, that `caller` was given.
+def checked_variables(argument: object, caller: str) -> list[Variable]:
+    """Return the argument, a Keras variable or an iterable of them, as a list.
 
     Raises:
-        TypeError: For anything else among them.
+        TypeError: For anything else; the message names `caller`.
     """
-    if isinstance(given, keras.Variable):
-        return [given]
-    found: list[Variable] = []
-    for v in given if isinstance(given, Iterable) else [given]:
+    if isinstance(argument, keras.Variable):
+        return [argument]
+    variables: list[Variable] = []
+    for v in argument if isinstance(argument, Iterable) else [argument]:
         if not isinstance(v, keras.Variable):
             raise TypeError(
                 f"{caller}: variables must be Keras variables, such as "
                 f"model.trainable_variables; got {v!r} among them."
             )
-        found.append(v)
-    return found
+        variables.append(v)
+    return variables
 
 
 _TRACED_APART = (
     "a function that JAX traces by itself, such as a branch of jax.lax.cond, a body of "
-    "jax.lax.scan, or one under jax.jit, jax.grad or jax.vmap"
+    "jax.lax.scan, or the function of jax.jit, jax.grad or jax.vmap"
 )
 _RETURN_IT = (
     "Return the new value from that function, and assign it outside: "
@@ -92,48 +92,48 @@ _NEEDS_A_VALUE = (
 
 @contextlib.contextmanager
 def explained_traces(caller: str) -> Generator[None]:
-    """Add advice to JAX's errors of values that a traced function has not, or leaks.
+    """Add advice to JAX's errors about missing values of tracers and leaked tracers.
 
-    The scopes here refuse an assignment that leaks one themselves. Where Keras runs a
-    layer in a scope of its own, as in its train steps, JAX alone sees it.
+    The scopes here refuse an assignment that leaks a tracer. In a scope that Keras
+    opens itself, as in its train steps, only JAX notices the leak.
     """
     try:
         yield
-    except TypeError as error:  # All of these are.
+    except TypeError as error:  # The base class of these errors.
         is_leaked = isinstance(error, jax.errors.UnexpectedTracerError)
         if isinstance(error, _NEEDS_A_VALUE):
             error.add_note(
                 f"{caller}: the function is compiled, so its arrays have no values "
                 "while its Python code runs. Use keras.ops.where or jax.lax.cond in "
                 "place of `if`, and keras.ops or jax.numpy in place of NumPy, float() "
-                "and int(); or return the array, and look at it outside."
+                "and int(); or return the array, and read its value outside."
             )
         elif is_leaked or "Tracer'>" in str(error):
             error.add_note(
-                f"{caller}: a value has left {_TRACED_APART}: it was assigned to a "
-                f"variable there, or kept in a Python object. {_RETURN_IT}"
+                f"{caller}: a value has left {_TRACED_APART}: the function assigned it "
+                f"to a variable, or stored it in a Python object. {_RETURN_IT}"
             )
         raise
 
 
 _VALUE_OF = "replicax_value_of"
-"""The name, before a variable's id, of its value in a trace."""
+"""In a trace, `checkpoint_name` calls a variable's value `<this prefix>:<its id>`."""
 
 
 class UndeclaredVariableError(ContextError):
-    """A program uses a variable that it does not take as an input."""
+    """A program uses a variable that is not an input of it."""
 
 
 class UpdatePendingError(ContextError):
-    """A step needs the new value of a variable whose update is made after it."""
+    """A step needs the new value of a variable, but its update follows the step."""
 
 
 class WritesScope(keras.StatelessScope):
-    """A scope that remembers, in order, which variables were written.
+    """A scope that records which variables are written.
 
     Attributes:
-        written: These, by id.
-        deferred: The updates that are made afterwards, with their gradients.
+        written: The written variables by id, in order.
+        deferred: The updates that follow the step, with their gradients.
     """
 
     def __init__(self) -> None:
@@ -150,15 +150,15 @@ class WritesScope(keras.StatelessScope):
 
     def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
-        self._require_settled(variable)
+        self._require_not_pending(variable)
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
         variable, _ = update
-        self._require_settled(variable)
+        self._require_not_pending(variable)
         if find_top_trace(()) is not self._trace:
-            # The value could not leave, or would be assigned whatever branch is taken.
+            # The value would leak, or would be assigned whichever branch runs.
             raise ContextError(
                 f"variable {variable.path!r} is assigned inside {_TRACED_APART}. "
                 f"{_RETURN_IT}"
@@ -169,18 +169,18 @@ class WritesScope(keras.StatelessScope):
     def defer(
         self, update: "Update", gradients: list[jax.Array], *, follows_writes: bool
     ) -> None:
-        """Ask for an update, of variables that no other one of the step trains.
+        """Defer an update; no two updates of a step may train the same variable.
 
-        `follows_writes` says whether it is made of what the step has assigned.
+        `follows_writes`: whether the update starts from values that the step assigned.
         """
         trained = {id(v) for other in self.deferred for v in other.variables}
         for variable in update.variables:
             if id(variable) in self.written and not follows_writes:
                 raise UpdatePendingError(
                     f"{update.owner}: variable {variable.path!r} is assigned in a "
-                    "step with an optimizer.apply that trains it. Its update is "
-                    "made where the variable lives, of the value from before the "
-                    "step. Assign it in a step of its own, before this one."
+                    "step with an optimizer.apply that trains it. The update is made "
+                    "where the variable lives, from its value before the step. Assign "
+                    "the variable in a separate step, before this one."
                 )
             if id(variable) in trained:
                 raise UpdatePendingError(
@@ -191,14 +191,13 @@ class WritesScope(keras.StatelessScope):
         self.deferred[update] = gradients
         self._pending |= {id(v): update for v in update.changed}
 
-    def _require_settled(self, variable: Variable) -> None:
-        """Raise if the variable has a new value by now that is not known here."""
+    def _require_not_pending(self, variable: Variable) -> None:
         update = self._pending.get(id(variable))
         if update is not None:
             raise UpdatePendingError(_message(variable.path, update))
 
     def is_value_of(self, variable: Variable, value: jax.Array) -> bool:
-        """Whether `value` is what the variable has here; True where nobody knows."""
+        """Whether `value` is the variable's value in this scope."""
         return self.get_current_value(variable) is value
 
     def updates(self) -> list[tuple[Variable, jax.Array]]:
@@ -207,10 +206,10 @@ class WritesScope(keras.StatelessScope):
 
 
 class RecordingScope(WritesScope):
-    """Notes which variables a function reads, while it is traced abstractly.
+    """Records which variables a function reads, while it is traced abstractly.
 
-    Variables created while it is open are initialised when the outermost scope closes.
-    Reads are reported to `recorder` as well.
+    Variables created in the scope are initialised when the outermost scope closes. The
+    scope adds reads to `recorder`, too.
     """
 
     def __init__(self, recorder: "RecordingScope | None" = None) -> None:
@@ -223,9 +222,9 @@ class RecordingScope(WritesScope):
         self.read.setdefault(id(variable), variable)
         value = super().get_current_value(variable)
         if value is None:
-            # Not the stored array: in a replica program some operations refuse one that
-            # lies on the mesh. Only shape and dtype matter here, and one that is made
-            # in this trace has no array yet.
+            # Only shape and dtype matter here. The stored array is missing if this
+            # trace creates the variable, and some operations in a replica program
+            # refuse arrays that are placed on the mesh.
             value = self._unassigned.get(id(variable))
         if value is None:
             zeros = jnp.zeros(variable.shape, dtype_on_devices(stored_dtype(variable)))
@@ -240,26 +239,26 @@ class RecordingScope(WritesScope):
 
 
 def used_variables(jaxpr: AnyJaxpr) -> set[int]:
-    """Ids of the variables that equations use, of a function traced in such a scope."""
+    """Ids of the variables that a jaxpr uses; it was traced in a `RecordingScope`."""
     jaxpr = open_jaxpr(jaxpr)
     atoms = {id(x) for equation in jaxpr.eqns for x in equation.invars}
     atoms |= set(map(id, jaxpr.outvars))
     used: set[int] = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name" and id(equation.outvars[0]) in atoms:
-            name, _, number = equation.params["name"].rpartition(":")
-            if name == _VALUE_OF:
-                used.add(int(number))
+            prefix, _, variable_id = equation.params["name"].rpartition(":")
+            if prefix == _VALUE_OF:
+                used.add(int(variable_id))
         for inner in inner_jaxprs(equation):
             used |= used_variables(inner)
     return used
 
 
 class ValueScope(WritesScope):
-    """Gives a fixed set of variables the values of a program, in the same order.
+    """Provides the `values` of a fixed set of `variables`; others raise an error.
 
-    The function may touch no others; `caller` is named in the error. Those of `unused`
-    ids are read, but their values make no difference.
+    Errors name `caller`. The function may also read variables with an id in `unused`,
+    whose values it does not use.
     """
 
     def __init__(
@@ -271,7 +270,7 @@ class ValueScope(WritesScope):
     ) -> None:
         super().__init__()
         self.state_mapping = {id(v): x for v, x in zip(variables, values, strict=True)}
-        self._known = {id(v) for v in variables}
+        self._declared = set(self.state_mapping)
         self._unused = unused
         self._zeros: dict[int, jax.Array] = {}
         self._caller = caller
@@ -279,36 +278,37 @@ class ValueScope(WritesScope):
     def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
         if id(variable) in self._unused:
-            if id(variable) not in self._zeros:  # One: another would be a new value.
+            if id(variable) not in self._zeros:  # Each read returns the same array.
                 zeros = jnp.zeros(variable.shape, stored_dtype(variable))
                 self._zeros[id(variable)] = zeros
             return self._zeros[id(variable)]
-        self._require_known(variable)
+        self._require_declared(variable)
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
-        self._require_known(update[0])
+        self._require_declared(update[0])
         super().add_update(update)
 
     def is_value_of(self, variable: Variable, value: jax.Array) -> bool:
-        """Whether `value` is what the variable has here; True where nobody knows."""
+        """Whether `value` is the variable's value; True if the value is unused."""
         return id(variable) in self._unused or super().is_value_of(variable, value)
 
-    def _require_known(self, variable: Variable) -> None:
-        if id(variable) not in self._known:
+    def _require_declared(self, variable: Variable) -> None:
+        if id(variable) not in self._declared:
             raise UndeclaredVariableError(
                 f"{self._caller}: variable {variable.path!r} {variable.shape} was not "
-                "there when the function was traced first and is now. Functions are "
-                "traced more than once: create layers, metrics and optimizers outside "
-                "the function, once, and do not let Python state decide which are used."
+                "used when the function was first traced, but is used now. Functions "
+                "are traced more than once: create layers, metrics and optimizers "
+                "outside the function, once, and do not let Python state decide which "
+                "variables are used."
             )
 
 
 class ChildScope(WritesScope):
-    """A scope inside another: sees the outer values but keeps its own writes.
+    """A scope that reads through to an outer scope, if any, but keeps its own writes.
 
-    It may be outside any. Some variables may have other `values` in here.
+    `values` replace the outer scope's values of some variables, by id.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class ChildScope(WritesScope):
         value, scope = super().get_current_value(variable), self._outer
         while value is None and scope is not None:
             value = scope.get_current_value(variable)
-            # Keras computes losses in one that has the model's own variables only.
+            # Keras computes losses in a scope with only the model's own variables.
             is_of_keras = type(scope) is keras.StatelessScope
             scope = scope_around(scope) if is_of_keras else None
         return value
@@ -342,19 +342,19 @@ def is_seed_state(variable: Variable) -> bool:
 
 
 def fold_replica_into_seed(state: jax.Array, replica_id: jax.Array) -> jax.Array:
-    """A seed state of this replica's own; replica 0 keeps the one given.
+    """This replica's own seed state; replica 0's is `state`.
 
     The odd multiplier (2**32 divided by the golden ratio) spreads neighbouring replicas
     over the seeds; Keras hashes the seed into its random key afterwards.
     """
-    # Not state.at[0].add: XLA for GPUs does not compile a change of one in place.
+    # Not state.at[0].add: XLA for GPUs does not compile this update in place.
     return state + replica_id.astype(state.dtype) * jnp.array(
         [2654435769, 0], state.dtype
     )
 
 
 def restore_seed(state: jax.Array, original: jax.Array) -> jax.Array:
-    """The seed state after a step: its counter moved on, its seed not folded."""
+    """The seed state after a step: the new counter, and the `original` seed."""
     return declare_mirrored(jnp.where(jnp.array([True, False]), original, state))
 
 
@@ -364,7 +364,7 @@ class Update:
 
     Attributes:
         optimizer: The Keras optimizer, built.
-        variables: The variables that it has gradients for, in the gradients' order.
+        variables: The variables that have gradients, in the order of the gradients.
         owner: Name of the strategy that makes the update, for messages.
     """
 
@@ -374,17 +374,17 @@ class Update:
 
     @functools.cached_property
     def changed(self) -> list[Variable]:
-        """All variables that the update writes: the trained ones and the slots."""
-        found = [*self.variables, *self.optimizer.variables]
-        # An average is kept of all that it trains, also where no gradient is.
+        """All variables that the update writes: weights and optimizer state."""
+        changed = [*self.variables, *self.optimizer.variables]
+        # With `use_ema`, Keras also averages trained variables without a gradient.
         if inner_of(self.optimizer).use_ema:
-            found += trained_by(self.optimizer)
-        return distinct(found)
+            changed += trained_by(self.optimizer)
+        return distinct(changed)
 
     def make(
         self, values: Sequence[jax.Array], gradients: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """The new values of `changed`, from the old ones; to be traced."""
+        """The new values of `changed`, from the old `values`; traced by the caller."""
         with ValueScope(self.changed, values, "optimizer.apply") as scope:
             self.optimizer.apply(list(gradients), list(self.variables))
             new = [scope.get_current_value(v) for v in self.changed]
@@ -392,9 +392,9 @@ class Update:
 
 
 class PendingValue:
-    """Stands for the new value of a variable, which this program does not have.
+    """Stands for the new value of a variable that a deferred update will change.
 
-    Keras' stateless steps pass it on; whoever computes with it gets an error.
+    Keras' stateless steps may pass it on; computing with it raises an error.
     """
 
     def __init__(self, variable: Variable, update: Update) -> None:
@@ -403,7 +403,7 @@ class PendingValue:
         self._message = _message(variable.path, update)
 
     def __getattr__(self, name: str) -> NoReturn:
-        # JAX asks for `__jax_array__` before it computes with something unknown.
+        # JAX looks up `__jax_array__` before it computes with an unknown type.
         if name.startswith("_") and name != "__jax_array__":
             raise AttributeError(name)
         self._refuse()
@@ -421,7 +421,7 @@ class PendingValue:
 def _message(path: str, update: Update) -> str:
     return (
         f"{update.owner}: variable {path!r} is used after optimizer.apply in the same "
-        "step. Its update is made where the variable lives, when the step is over, so "
-        "the step has no new value of it. Use it before optimizer.apply, or in the "
-        "next step."
+        "step. The update is made where the variable lives, after the step, so the "
+        "step does not have its new value. Use the variable before optimizer.apply, or "
+        "in the next step."
     )

@@ -1,8 +1,8 @@
 """Losses and metrics of the whole batch, which each replica computes from all rows.
 
-A replica gathers the rows of all replicas and computes as one device would. Gradients
-reach its own rows only, so the backward pass communicates nothing; summed over the
-replicas, they are the gradients of one device.
+Each replica gathers the rows of all replicas and computes as one device would. Its
+gradients reach only its own rows, so the backward pass needs no communication. The sum
+of gradients over the replicas is the gradient on one device.
 """
 
 import functools
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MOST_BYTES = 2**28
-"""Losses and metrics gather more bytes only if declared `whole_batch`: 256 MB."""
+"""256 MB, the most that a loss or metric gathers unless declared `whole_batch`."""
 
 _ROWS = "_replicax_rows"
 
@@ -44,29 +44,28 @@ F = TypeVar("F", bound=Callable[..., PyTree])
 def whole_batch(fn: F) -> F:
     """Compute a loss or metric on each replica from the rows of all replicas.
 
-    `compile` treats losses and metrics so unless they are known to be sums or means
-    over rows; there, this declaration lifts the limit of 256 MB on gathered arrays. In
-    a custom step, contrastive, ranking and overlap losses need it.
+    Contrastive, ranking and overlap losses need this in a custom step. `compile` does
+    the same for losses and metrics that are not known to be sums or means over rows; if
+    declared, they may also gather arrays of more than 256 MB.
 
     Args:
-        fn: A function of pytrees of arrays. The result takes a replica's rows,
-            `[b, ...]`; `fn` gets all rows of the global batch, `[B, ...]`, without the
-            copies that fill a batch which does not divide. It returns a scalar, such as
-            a loss, or nothing, such as a metric's `update_state`. It may be a
-            `keras.losses.Loss`; or, for `compile` only, a `keras.metrics.Metric`, which
-            is returned itself.
+        fn: A function of pytrees of arrays that gets all rows of the global batch,
+            `[B, ...]`, without the copies that fill a batch which does not divide. It
+            returns a scalar, such as a loss, or None, such as a metric's
+            `update_state`. Or a `keras.losses.Loss`; or, for `compile` only, a
+            `keras.metrics.Metric`.
 
     Returns:
-        A function of the same arguments. In `fit` and `evaluate` it returns the loss of
-        the whole batch. In `strategy.run`, where gradients are summed, it returns this
-        replica's share: `1 / R` of the loss, as Keras' losses do there.
-        `optimizer.apply` combines its gradients to those of one device. Outside a step
-        it calls `fn`.
+        A function of a replica's rows, `[b, ...]`; a `Metric` is returned unchanged. In
+        `fit` and `evaluate` the function returns the loss of the whole batch. In
+        `strategy.run`, where gradients are summed, it returns this replica's share:
+        `1 / R` of the loss, as Keras' losses do there. In both, the combined gradients
+        are those of one device. Outside a step it calls `fn`.
 
     Raises:
         TypeError: If `fn` cannot be called.
-        ValueError: If the function is called in a step and an argument has no rows, or
-            `fn` returns an array that is not a scalar.
+        ValueError: When the function is called in a step, if an argument has no rows,
+            or `fn` returns an array that is not a scalar.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, replicax as rx
@@ -99,16 +98,16 @@ def whole_batch(fn: F) -> F:
 
 
 def per_example(fn: F) -> F:
-    """Declare that a loss or metric treats each example by itself.
+    """Declare that a loss or metric computes each example's value from that example.
 
     Each replica then computes it from its own rows, and nothing is gathered. Without
     this declaration, `compile` gives a custom loss or metric the rows of all replicas.
 
     Args:
-        fn: A loss function of `(y_true, y_pred)`, `[b, ...]`, that returns one value
-            for each example, `[b]` or `[b, ...]`; a `keras.losses.Loss` whose `call`
-            does; a metric function of that kind; or a `keras.metrics.Metric` whose
-            state is a sum over examples.
+        fn: A loss or metric function of `(y_true, y_pred)`, `[b, ...]`, that returns
+            one value for each example, `[b]` or `[b, ...]`; a `keras.losses.Loss` with
+            such a `call`; or a `keras.metrics.Metric` whose state is a sum over
+            examples.
 
     Returns:
         `fn` itself if it is a `Loss` or `Metric`, otherwise a function that calls it.
@@ -144,14 +143,14 @@ def require_per_example(fn: object, values: PyTree) -> None:
     if _rank(values) == 0:
         raise ValueError(
             f"{current_call()}: {name_of(fn)} is declared rx.losses.per_example, but "
-            "returned a scalar, expected one value per example, [b]. Leave out the "
-            "mean over the first dimension; or, if the examples are not independent, "
-            "use rx.losses.whole_batch."
+            "returned a scalar; expected one value per example, [b]. Remove the mean "
+            "over the first dimension; or, if the examples are not independent, use "
+            "rx.losses.whole_batch."
         )
 
 
 def keeps_own_rows(fn: object) -> bool | None:
-    """Whether `per_example` declared `fn`; False: `whole_batch` did; None: neither."""
+    """True if `fn` is declared `per_example`, False if `whole_batch`, else None."""
     rows = getattr(fn, _ROWS, None)
     return None if rows is None else rows == "own"
 
@@ -171,9 +170,9 @@ def computed_whole(
     *,
     most_bytes: float = float("inf"),
 ) -> PyTree:
-    """Call `fn` with the rows of all replicas that count, as one device would.
+    """Call `fn` with the rows of all replicas that hold examples; see `whole_batch`.
 
-    `fn` assigns the same values to variables on all replicas. See `whole_batch`.
+    All replicas compute the same values, also those that `fn` assigns to variables.
     """
     arguments = (args, kwargs or {})
     is_alone = context.num_replicas_here == 1
@@ -192,41 +191,40 @@ def computed_whole(
     if _rank(result) > 0 and not is_alone:
         raise ValueError(
             f"{current_call()}: {name} is computed from the rows of all replicas and "
-            f"returned an array of shape {tuple(result.shape)}, expected a scalar. "
-            "Reduce it over the rows, such as with ops.mean; if its values belong to "
-            "one example each, use rx.losses.per_example."
+            f"returned an array of shape {tuple(result.shape)}; expected a scalar. "
+            "Reduce it over the rows, such as with ops.mean; or, if each value depends "
+            "on one example only, use rx.losses.per_example."
         )
-    # `_gathered` multiplies gradients of rows by R.
-    scale = context.loss_scale / context.num_counted
+    scale = context.loss_scale / context.num_counted  # See `_gathered`.
     return declare_share(result if scale == 1 else result * scale)
 
 
 def _rows_of_all(context: ReplicaContext, tree: PyTree) -> PyTree:
-    """The rows `[b, ...]` of all replicas that count, joined to `[B, ...]`."""
+    """Join the rows `[b, ...]` of all replicas that hold examples to `[B, ...]`."""
     masks = [
         None if mask is None else context.all_gather(mask, 0, drop_copies=True)
         for mask in masks_of(tree)
     ]
     require_dense(tree, current_call())
 
-    def rows(x: ArrayLike) -> jax.Array:
+    def gather(x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return context.all_gather(x, 0, drop_copies=True)
         return _gathered(x, context)[: x.shape[0] * context.num_counted]
 
-    tree = jax.tree.map(rows, tree)
+    tree = jax.tree.map(gather, tree)
     attach_masks(tree, masks)
     return tree
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _gathered(own: jax.Array, context: ReplicaContext) -> jax.Array:
-    """The rows of all replicas, copies too; gradients reach `own` only.
+    """The rows of all replicas, with copies; gradients reach `own`, multiplied by R.
 
-    The optimizer averages gradients in `fit`; where it sums them, shares of losses have
-    the factor `1 / R`. So the gradient of this replica's rows is multiplied by R here,
-    and the gradients of weights that the loss reads directly are not.
+    Combined gradients have the factor `1 / R`, from the mean over replicas in `fit` or
+    from the loss's share elsewhere. For a weight that the loss reads directly, R equal
+    gradients make up for it. A row's gradient comes from one replica only.
     """
     return context.all_gather(own, 0)
 
@@ -237,7 +235,7 @@ def _(
 ) -> tuple[jax.Array, jax.Array]:
     (own,), (tangent,) = primals, tangents
     rows = _gathered(own, context)
-    # Cast the number: a tangent keeps its array's dtype.
+    # Cast R, so that the tangent keeps its dtype.
     tangent = tangent * jnp.asarray(context.num_counted, tangent.dtype)
     start = context.replica_id_here * own.shape[0]
     return rows, lax.dynamic_update_slice_in_dim(
@@ -248,29 +246,29 @@ def _(
 def _require_rows(
     context: ReplicaContext, name: str, tree: PyTree, most_bytes: float
 ) -> None:
-    """Raise for arguments that do not have the batch's rows, and for too many bytes."""
+    """Raise for arguments without the batch's rows, or of more than `most_bytes`."""
     leaves = jax.tree.leaves(tree)
     shapes = [tuple(x.shape) for x in leaves]
     batch = context.model.batch
-    sizes = {s[:1] for s in [*shapes, *(x.shape for x in (batch or [])[:1])]}
-    if () in sizes or len(sizes) > 1:
+    leading = {s[:1] for s in [*shapes, *(x.shape for x in (batch or [])[:1])]}
+    if () in leading or len(leading) > 1:
         raise ValueError(
             f"{current_call()}: {name} is computed from the rows of all replicas, but "
             f"got arrays of shapes {shapes}"
             + (f" for {len(batch[0])} rows on each replica" if batch else "")
-            + ". Give all of them one row for each example, and the rest in a closure, "
-            "such as with functools.partial; or, if it treats each row by itself, "
-            "declare so with rx.losses.per_example(fn)."
+            + ". Pass only arrays with one row per example, and bind other arguments "
+            "with functools.partial; or, if each row's value depends on that row only, "
+            "declare rx.losses.per_example(fn)."
         )
     num_bytes = context.num_counted * sum(x.size * x.dtype.itemsize for x in leaves)
     if num_bytes > most_bytes:
         raise ValueError(
             f"{current_call()}: {name} is not known to be a mean or sum over examples, "
-            "so each replica needs the targets and outputs of all: "
-            f"{num_bytes / 2**20:,.0f} MB, more than {most_bytes / 2**20:,.0f}. If it "
-            "treats each example by itself, declare so with "
-            "rx.losses.per_example(fn). To gather them whatever it costs, declare "
-            "rx.losses.whole_batch(fn)."
+            "so each replica gathers the targets and outputs of all replicas: "
+            f"{num_bytes / 2**20:,.0f} MB, more than {most_bytes / 2**20:,.0f}. If "
+            "each example's value depends on that example only, declare "
+            "rx.losses.per_example(fn). To gather the arrays in spite of their size, "
+            "declare rx.losses.whole_batch(fn)."
         )
 
 

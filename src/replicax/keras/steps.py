@@ -29,7 +29,7 @@ from replicax.engine.collectives import ReduceOp
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
-from replicax.engine.replay import StepRun
+from replicax.engine.replay import StepTrace
 from replicax.engine.scope import current_call, required_context
 from replicax.engine.signature import Options, Outputs, require_rows
 from replicax.engine.step import ReplicaStep
@@ -204,7 +204,7 @@ def _require_outputs_of_rows(model: keras.Model, data: PyTree) -> None:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
 
     def call(x: PyTree) -> PyTree:  # Traced for its shapes only.
-        return StepRun(lambda: model(x, training=False), RecordingScope).execute()
+        return StepTrace(lambda: model(x, training=False), RecordingScope).execute()
 
     name = f"{current_call()}({type(model).__name__})"
     require_rows(name, jax.eval_shape(call, x), x, call)

@@ -26,7 +26,7 @@ from replicax.engine.cache import ProgramCache, unwrap_partial
 from replicax.engine.checks.consistency import require_equal
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
-from replicax.engine.replay import is_in_run
+from replicax.engine.replay import is_tracing_step
 from replicax.engine.scope import called_in, current_call, current_context
 from replicax.engine.signature import FlatCall, Kind, Options, flatten_call
 from replicax.engine.values import PerReplica, is_per_replica
@@ -286,7 +286,7 @@ def _refuse_tracer(array: object) -> None:
 def _refuse_tracing() -> None:
     """Raise if this thread is inside a trace of `jax.jit`."""
     if type(find_top_trace(())) is _jit_trace_type():
-        if is_in_run():
+        if is_tracing_step():
             raise ContextError(
                 "Strategy.run: called in a function passed to merge_call, so inside a "
                 "replica function. The replicas run already: call fn directly."

@@ -1,1 +1,1 @@
-"""Checks of programs, replicas and workers for what would be wrong in silence."""
+"""Checks for mistakes in programs, replicas and workers that raise no error."""

@@ -1,4 +1,4 @@
-"""Runs the checks on a traced program, and collects what changes its next trace."""
+"""Checks a traced program, and collects the facts that change its next trace."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -16,14 +16,14 @@ __all__ = ["Analysis", "analyse", "equal_results", "replicas_part"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """Facts that a program's trace shows, and that change the program.
+    """Facts about a program's trace that change the program.
 
     Attributes:
         mirrored_sums: Ids of variables of aggregation `"sum"` that are not summed,
             since all replicas assign the same value.
-        from_first: Ids of variables of aggregation `"only_first_replica"` whose values
-            differ: all replicas get the first replica's.
-        has_empty_arrays: Whether the replicas use arrays without elements.
+        from_first: Ids of variables of aggregation `"only_first_replica"` that get the
+            first replica's value, since the replicas' values differ.
+        has_empty_arrays: Whether arrays without elements are operands of the program.
         equal_results: For each result of the function, whether it is equal on all
             replicas, and so is returned once; empty if all are returned per replica.
     """
@@ -43,19 +43,17 @@ def analyse(
     mirrored_sums: Collection[int],
     num_results: int,
 ) -> Analysis:
-    """Analyse a program that was traced under an analysis `before`.
-
-    If the result is another analysis, the program must be traced again.
+    """Analyse a program's trace; if the result differs from `before`, trace again.
 
     Args:
         name: The program's name for messages.
         jaxpr: The traced program.
         group: The replicas.
         written: The variables whose new values are the last results of the replicas.
-        before: The facts under which the program was traced.
+        before: The analysis that this trace of the program used.
         mirrored_sums: Ids of `"sum"` variables that replicas assigned equal values to.
-        num_results: Number of results of the function, which the replicas return first;
-            0 if the program's options fix the results' form.
+        num_results: Number of the function's results, the first results of the
+            replicas; 0 if the program's options fix their form.
 
     Raises:
         DivergenceError: If a mirrored variable would get values that differ between
@@ -70,14 +68,14 @@ def analyse(
         return before
     equation = replicas_part(jaxpr)
     marks, wholes = result_marks(equation, group.axis.name)
-    # Blocks always differ: the array that a block is cut from counts.
+    # Blocks always differ, so compare the whole arrays from which they are cut.
     positions = [
         i
         for i, mark in enumerate(marks[len(marks) - len(written) :])
         if (mark if group.layouts.dim_of(written[i]) is None else wholes.get(i, 0))
     ]
-    different = [written[i] for i in positions]
-    first = {id(v) for v in different if v.aggregation == "only_first_replica"}
+    differing = [written[i] for i in positions]
+    first = {id(v) for v in differing if v.aggregation == "only_first_replica"}
     after = dataclasses.replace(
         before,
         from_first=before.from_first | first,

@@ -34,8 +34,8 @@ def checksums_of_replicas(
 ) -> np.ndarray:
     """A checksum of every copy of replicated arrays: `uint32[R, len(arrays)]`.
 
-    Checksums of copies that differ in one bit always differ; of other copies they are
-    equal with a chance of 2**-32. With one copy all are zero.
+    A difference in one bit always changes the checksum; other differences are missed
+    with a probability of 2**-32. With a single copy, all checksums are zero.
     """
     num_copies = mesh.shape[axis_name]
     if not arrays or num_copies == 1:
@@ -46,7 +46,7 @@ def checksums_of_replicas(
 @functools.lru_cache(maxsize=16)
 def _checksums_of_mesh(mesh: Mesh, axis_name: str) -> Wrapped:
     def row(arrays: list[jax.Array]) -> jax.Array:
-        # Gathered, since this process cannot read another process' row.
+        # Gather, since a process cannot read other processes' rows.
         return jax.lax.all_gather(_checksums(arrays), axis_name)
 
     return jax.jit(
@@ -79,8 +79,8 @@ def _checksum(array: jax.Array) -> jax.Array:
         array = jnp.stack([array.real, array.imag])
     word = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
     data = jax.lax.bitcast_convert_type(array, word).ravel().astype(jnp.uint32)
-    # With the position, so that swapped values change the sum. MurmurHash's final
-    # mixing keeps changes at evenly spaced positions from cancelling.
+    # Mix in the position, so that swapped values change the sum. MurmurHash's finalizer
+    # prevents changes at evenly spaced positions from cancelling.
     x = data ^ (jnp.arange(data.size, dtype=jnp.uint32) * jnp.uint32(2654435761))
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -88,17 +88,17 @@ def _checksum(array: jax.Array) -> jax.Array:
 
 
 def variables_of_all_workers(labels: Labels, workers: Workers) -> list[Variable]:
-    """The labelled variables that have a value on every worker, in a common order.
+    """The variables that have a value on every worker, in the same order on all.
 
-    Python's garbage collector may have freed a model on some workers only.
+    Others are skipped: Python may have freed a model on some workers only.
     """
-    alive = {json.dumps(k): v for k, v in labels if internals.has_value(v)}
-    mine = {label: internals.described(v) for label, v in alive.items()}
-    of_all = workers.exchange("variables", mine)
+    variables = {json.dumps(k): v for k, v in labels if internals.has_value(v)}
+    own = {label: internals.described(v) for label, v in variables.items()}
+    of_all = workers.exchange("variables", own)
     return [
-        alive[label]
-        for label in sorted(alive)
-        if all(other.get(label) == mine[label] for other in of_all)
+        variables[label]
+        for label in sorted(variables)
+        if all(other.get(label) == own[label] for other in of_all)
     ]
 
 
@@ -109,17 +109,17 @@ def require_equal(
 
     A DivergenceError names the variables and replicas that differ.
     """
-    copied = [
+    pairs = [
         (v, x)
         for v, x in zip(variables, values, strict=True)
         if group.layouts.dim_of(v) is None
     ]
-    prints = checksums_of_replicas([x for _, x in copied], group.mesh, group.axis.name)
-    differing = np.flatnonzero((prints != prints[:1]).any(axis=0))
+    sums = checksums_of_replicas([x for _, x in pairs], group.mesh, group.axis.name)
+    differing = np.flatnonzero((sums != sums[:1]).any(axis=0))
     if not differing.size:
         return
     places = "; ".join(
-        f"{copied[i][0].path!r} on {_numbers(group, prints[:, i])}"
+        f"{pairs[i][0].path!r} on {_differing_replicas(group, sums[:, i])}"
         for i in differing.tolist()
     )
     raise DivergenceError(
@@ -129,34 +129,36 @@ def require_equal(
     )
 
 
-def _numbers(group: ReplicaGroup, prints: np.ndarray) -> str:
-    devices = np.flatnonzero(prints != prints[0])
-    each = group.num_per_device
-    replicas = [d * each + i for d in devices.tolist() for i in range(each)]
+def _differing_replicas(group: ReplicaGroup, checksums: np.ndarray) -> str:
+    devices = np.flatnonzero(checksums != checksums[0])
+    num = group.num_per_device
+    replicas = [d * num + i for d in devices.tolist() for i in range(num)]
     return f"replicas {replicas}"
 
 
 def synchronize_random_state(workers: Workers, call: str = "") -> None:
     """Make Python's, NumPy's and Keras' random states the same on all workers.
 
-    Initial weights and shuffled orders depend on them. Equal states stay, as after
-    `keras.utils.set_random_seed` with one seed. If workers differ in `call`, the call
-    that a worker is about to make, a ClusterMismatchError says so.
+    Initial weights and shuffled orders depend on these states. States that are equal,
+    such as after `keras.utils.set_random_seed`, are not changed.
+
+    Raises:
+        ClusterMismatchError: If workers differ in `call`, the call that they will make.
     """
     if workers.count == 1:
         return
-    answers = workers.exchange(
+    of_all = workers.exchange(
         "random state", [call, random_state.fingerprint()], what=call or None
     )
-    first = answers[0][0]
-    for name, (other, _) in zip(workers.names, answers, strict=True):
+    first = of_all[0][0]
+    for name, (other, _) in zip(workers.names, of_all, strict=True):
         if other != first:
             raise ClusterMismatchError(
                 f"{workers.names[0]} calls {first or 'nothing'}, while {name} "
                 f"calls {other or 'nothing'}. All workers must make the same calls of "
                 "a model in the same order."
             )
-    states = [state for _, state in answers]
+    states = [state for _, state in of_all]
     if any(state != states[0] for state in states):
-        # Worker 0's state decides: a run that seeds it can be repeated.
+        # All use worker 0's state: a script that seeds it is reproducible.
         keras.utils.set_random_seed(int(states[0][:7], 16))

@@ -1,9 +1,9 @@
 """Finds which results of a jaxpr differ between replicas, in one pass over it.
 
-A data-flow analysis: per-replica inputs, and the replica's own index, mark everything
-that is computed from them; a collective over all replicas removes the mark. The pass
-never fails to trace (unlike `shard_map(check_vma=True)`, which refuses Keras' RNN
-layers) and changes no gradient. The error names the user's line that computes a result.
+A data-flow analysis: inputs that differ between replicas, and the replica's index, are
+marked; a result gets the marks of its operands, and a collective over all replicas
+removes them. The pass accepts every jaxpr (`shard_map(check_vma=True)` refuses Keras'
+RNN layers) and changes no gradient.
 
 Marks are bits of an int, so that one pass can follow many inputs at once.
 """
@@ -41,25 +41,25 @@ __all__ = [
 _MIRRORED = "replicax_mirrored"
 _WHOLE = "replicax_whole:"
 
-# Collectives that give each replica something else, even of equal values.
-_DEALS_OUT = ("all_to_all", "ppermute", "psum_scatter", "reduce_scatter")
+# Collectives whose results differ between replicas even if their operands are equal.
+_VARYING_COLLECTIVES = ("all_to_all", "ppermute", "psum_scatter", "reduce_scatter")
 
 Eqn: TypeAlias = jex_core.JaxprEqn
 Jaxpr: TypeAlias = jex_core.Jaxpr
 
 
 def declare_mirrored(tree: PyTree) -> PyTree:
-    """State that arrays are equal on all replicas where the pass cannot see it."""
+    """Declare that arrays are equal on all replicas, where the pass cannot infer it."""
     return jax.tree.map(lambda x: checkpoint_name(x, _MIRRORED), tree)
 
 
 def is_declared_mirrored(equation: Eqn | TracedEquation) -> bool:
-    """Whether an equation is `declare_mirrored`'s."""
+    """Whether `declare_mirrored` made an equation."""
     return equation.primitive.name == "name" and equation.params["name"] == _MIRRORED
 
 
 def declare_whole(array: jax.Array, number: int) -> jax.Array:
-    """Have `varying_marks` report, by a number, whether an array may differ."""
+    """Give an array a number, by which `varying_marks` returns the array's marks."""
     return checkpoint_name(array, f"{_WHOLE}{number}")
 
 
@@ -70,54 +70,52 @@ def varying_marks(
 
     Args:
         jaxpr: An open jaxpr; its constants are equal on all replicas.
-        marks: One mark per input, non-zero for those that differ.
+        marks: The inputs' marks, non-zero for inputs that differ between replicas.
         axis_name: The replicas' mesh axis.
 
     Returns:
-        The outputs' marks, and those of arrays given to `declare_whole`, by number.
+        The outputs' marks, and by number the marks of `declare_whole`'s arrays.
     """
-    run = _Pass(axis_name)
-    return run.outputs(jaxpr, marks), run.wholes
+    analysis = _Pass(axis_name)
+    return analysis.outputs(jaxpr, marks), analysis.wholes
 
 
 def result_marks(equation: Eqn, axis_name: str) -> tuple[list[int], dict[int, int]]:
-    """Mark the results of a `shard_map` that may differ; as `varying_marks` does.
-
-    An argument differs if its spec names the replicas' mesh axis.
-    """
-    inputs = [int(axis_name in _named(s)) for s in equation.params["in_specs"]]
-    return varying_marks(open_jaxpr(equation.params["jaxpr"]), inputs, axis_name)
+    """`varying_marks` of a `shard_map`; arguments split over `axis_name` differ."""
+    marks = [int(axis_name in _axes_of(s)) for s in equation.params["in_specs"]]
+    return varying_marks(open_jaxpr(equation.params["jaxpr"]), marks, axis_name)
 
 
 def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
-    """Mark each output of a jaxpr by the inputs for which it may have a gradient."""
+    """Each output's marks: those of the inputs that it may have a gradient for."""
     return _Pass(None).outputs(jaxpr, marks)
 
 
 class _Pass:
-    """One pass over a jaxpr: for an axis of replicas, or for gradients (None)."""
+    """A pass over a jaxpr for a mesh axis of replicas; None: a pass for gradients."""
 
     def __init__(self, axis_name: str | None) -> None:
         self._axis_name = axis_name
         self.wholes: dict[int, int] = {}
 
     def outputs(self, jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
-        """The marks of a jaxpr's outputs, from those of its inputs."""
-        known = dict(zip(jaxpr.invars, marks, strict=True))
+        """The marks of a jaxpr's outputs, from the marks of its inputs."""
+        marks_of_vars = dict(zip(jaxpr.invars, marks, strict=True))
 
-        def of(atom: Atom) -> int:
-            return 0 if isinstance(atom, jex_core.Literal) else known.get(atom, 0)
+        def mark_of(atom: Atom) -> int:
+            is_literal = isinstance(atom, jex_core.Literal)
+            return 0 if is_literal else marks_of_vars.get(atom, 0)
 
         for eqn in jaxpr.eqns:
-            outs = self._propagate(eqn, [of(a) for a in eqn.invars])
+            outs = self._propagate(eqn, [mark_of(a) for a in eqn.invars])
             if self._axis_name is None:
                 pairs = zip(outs, eqn.outvars, strict=True)
-                outs = [mark if _differentiable(v) else 0 for mark, v in pairs]
-            known.update(zip(eqn.outvars, outs, strict=True))
-        return [of(a) for a in jaxpr.outvars]
+                outs = [mark if _is_differentiable(v) else 0 for mark, v in pairs]
+            marks_of_vars.update(zip(eqn.outvars, outs, strict=True))
+        return [mark_of(a) for a in jaxpr.outvars]
 
     def _propagate(self, eqn: Eqn, ins: list[int]) -> list[int]:
-        """The marks of an equation's outputs, from those of its inputs."""
+        """The marks of an equation's outputs, from the marks of its inputs."""
         name = eqn.primitive.name
         if name == "name" and eqn.params["name"].startswith(_WHOLE):
             number = int(eqn.params["name"].removeprefix(_WHOLE))
@@ -125,7 +123,7 @@ class _Pass:
         if name == "axis_index" and self._axis_name is not None:
             axis = eqn.params["axis_name"]
             return [int(axis in (self._axis_name, (self._axis_name,)))]
-        if self._washes(eqn, name):
+        if self._removes_marks(eqn, name):
             return [0] * len(eqn.outvars)
         if name == "scan":
             return self._scan(eqn, ins)
@@ -134,22 +132,22 @@ class _Pass:
         if name == "cond":
             return self._cond(eqn, ins)
         if self._axis_name is not None and (
-            name in _DEALS_OUT or eqn.params.get("axis_index_groups") is not None
+            name in _VARYING_COLLECTIVES
+            or eqn.params.get("axis_index_groups") is not None
         ):
             return [1] * len(eqn.outvars)
-        # The gradients of a `custom_vjp` follow a rule of their own.
+        # The inner jaxpr does not show which gradients a `custom_vjp` rule has.
         has_rule = self._axis_name is None and name.startswith("custom_vjp_call")
         inner = inner_jaxprs(eqn)
         if not has_rule and len(inner) == 1 and len(inner[0].invars) == len(ins):
             return self.outputs(inner[0], ins)
         mark = _union(ins)
         if self._axis_name is not None:
-            # A callback into Python may answer each replica differently.
+            # A Python callback may return another value to each replica.
             mark |= int("callback" in name or _uses_axis_index(eqn))
         return [mark] * len(eqn.outvars)
 
-    def _washes(self, eqn: Eqn, name: str) -> bool:
-        """Whether an equation removes the marks of its inputs."""
+    def _removes_marks(self, eqn: Eqn, name: str) -> bool:
         if self._axis_name is None:
             return name == "stop_gradient"
         if name == "name":
@@ -179,7 +177,7 @@ class _Pass:
         cond_ins, body_ins = ins[:n_cond], ins[n_cond : n_cond + n_body]
 
         def step(carry: list[int]) -> list[int]:
-            # Replicas that leave the loop at different times end differently.
+            # Replicas that leave the loop in different iterations have other results.
             stop = _union(self.outputs(cond, cond_ins + carry))
             return [m | stop for m in self.outputs(body, body_ins + carry)]
 
@@ -189,7 +187,7 @@ class _Pass:
         branches = [
             self.outputs(open_jaxpr(b), ins[1:]) for b in eqn.params["branches"]
         ]
-        # Replicas may take different branches where the choice differs.
+        # If the predicate differs, replicas may take different branches.
         return [_union(marks) | ins[0] for marks in zip(*branches, strict=True)]
 
 
@@ -198,7 +196,7 @@ def _union(marks: Iterable[int]) -> int:
 
 
 def _fixpoint(step: Callable[[list[int]], list[int]], carry: list[int]) -> list[int]:
-    """Apply a loop's body to the marks of its carry until they grow no more."""
+    """Apply a loop's body to the marks of its carry until the marks stop changing."""
     while True:
         outs = step(carry)
         grown = [a | b for a, b in zip(carry, outs, strict=False)]
@@ -207,13 +205,12 @@ def _fixpoint(step: Callable[[list[int]], list[int]], carry: list[int]) -> list[
         carry = grown
 
 
-def _differentiable(var: jex_core.Var) -> bool:
+def _is_differentiable(var: jex_core.Var) -> bool:
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
 
 
-def _named(spec: PartitionSpec) -> set[str]:
-    """The mesh axes that a spec names."""
+def _axes_of(spec: PartitionSpec) -> set[str]:
     names: set[str] = set()
     for entry in spec:
         names.update(entry if isinstance(entry, tuple) else (entry,))
@@ -237,29 +234,32 @@ _MOST_EQUATIONS = 1000
 
 
 def divergence_error(
-    name: str, equation: Eqn, variables: Sequence[keras.Variable], found: Sequence[int]
+    name: str,
+    equation: Eqn,
+    variables: Sequence[keras.Variable],
+    differing: Sequence[int],
 ) -> DivergenceError:
     """Make the error for variables that would differ between replicas.
 
-    The last results of `equation`, a `shard_map`, are the values of `variables`;
-    `found` are the positions of those that would differ.
+    The last results of `equation`, a `shard_map`, are the values of `variables`, which
+    would differ at the positions `differing`.
     """
-    names = ", ".join(f"{variables[i].path!r} {variables[i].shape}" for i in found)
-    lines = [line_of(equation, i - len(variables)) for i in found]
-    known = list(dict.fromkeys(line for line in lines if line is not None))
+    names = ", ".join(f"{variables[i].path!r} {variables[i].shape}" for i in differing)
+    lines = [line_of(equation, i - len(variables)) for i in differing]
+    user_lines = list(dict.fromkeys(line for line in lines if line is not None))
     return DivergenceError(
         f"{name}: the value assigned to {names} differs between replicas, but the "
         "variable must be equal on all of them. Create it with aggregation='mean', "
         "'sum' or 'only_first_replica' (add_weight(..., aggregation=...)), or combine "
         "the value first: rx.get_replica_context().all_reduce(rx.ReduceOp.MEAN, value)."
-        + (f" It is computed in {'; '.join(known)}." if known else "")
+        + (f" It is computed in {'; '.join(user_lines)}." if user_lines else "")
     )
 
 
 def line_of(equation: Eqn, position: int) -> str | None:
     """The user's line that computes a result of a `shard_map`: `"file.py, line 3"`.
 
-    It is the innermost line outside of libraries; None if no code of a user's is seen.
+    The innermost line outside of libraries; None if no user's code computes the result.
     """
     jaxpr = open_jaxpr(equation.params["jaxpr"])
     atom: Atom = jaxpr.outvars[position]
@@ -269,14 +269,14 @@ def line_of(equation: Eqn, position: int) -> str | None:
         eqn = next((e for e in jaxpr.eqns if atom in e.outvars), None)
         if eqn is None:
             return None
-        line, is_own = _line_of(eqn)
-        if not is_own:
+        line, is_of_replicax = _line_of(eqn)
+        if not is_of_replicax:
             return line
         inner = inner_jaxprs(eqn)
         if len(inner) == 1 and len(inner[0].outvars) == len(eqn.outvars):
-            # Such as the scan over steps that a program makes of its own.
+            # Such as a program's own scan over its steps.
             jaxpr, atom = inner[0], inner[0].outvars[eqn.outvars.index(atom)]
-        elif eqn.invars:  # What replicax makes of a value, such as another dtype.
+        elif eqn.invars:  # Replicax only converts the value, such as to another dtype.
             atom = eqn.invars[0]
         else:
             return None
@@ -284,11 +284,11 @@ def line_of(equation: Eqn, position: int) -> str | None:
 
 
 def _line_of(eqn: Eqn) -> tuple[str | None, bool]:
-    """The user's innermost line of an equation, and whether replicax made it."""
+    """The user's innermost line of an equation, and whether replicax's code made it."""
     frames = list(frames_of(eqn))
-    makers = (library_of(file) for file, _, _ in frames)
-    maker = next((name for name in makers if name not in ("jax", "jaxlib")), None)
+    libraries = (library_of(file) for file, _, _ in frames)
+    library = next((name for name in libraries if name not in ("jax", "jaxlib")), None)
     for file, line, _ in frames:
         if is_user_file(file):
-            return f"{file}, line {line}", maker == "replicax"
-    return None, maker == "replicax"
+            return f"{file}, line {line}", library == "replicax"
+    return None, library == "replicax"

@@ -1,8 +1,8 @@
-"""Compares a replay of a step function with the trace that it repeats.
+"""Compares a replay of a step function with the trace that the replay repeats.
 
-`GradientTape` differentiates the replay, while the step returns what the trace has
-computed. They differ where Python state has changed in between, such as a counter or
-the position of an iterator. So the equations behind the targets are compared.
+`GradientTape` differentiates the replay, but the step returns the trace's results. The
+two differ if Python state has changed in between, such as a counter or the position of
+an iterator. So the equations that compute the targets are compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from replicax.errors import RetraceError
 __all__ = ["SOURCE_NAME", "require_same_trace", "require_same_values"]
 
 SOURCE_NAME = "replicax_source"
-"""The name, by `checkpoint_name`, of a source that a replay has made an input."""
+"""In a replay, `checkpoint_name` gives this name to each source plus its delta."""
 
 Atom: TypeAlias = Var | Literal
 
@@ -40,140 +40,141 @@ def require_same_trace(
     targets: Sequence[jax.Array],
     replayed: ClosedJaxpr,
     replay: Callable[[], ClosedJaxpr],
-    replay_as_it_was: Callable[[], ClosedJaxpr],
+    replay_unchanged: Callable[[], ClosedJaxpr],
     *,
-    is_replay: bool,
+    is_trace_a_replay: bool,
 ) -> None:
     """Raise if a replay computes other targets than the trace that it repeats.
 
     Args:
-        targets: Those of the trace, of which `replayed` returns its own first.
-        replayed: The replay, a function of what it adds to the sources.
+        targets: The trace's targets.
+        replayed: The replay, a function of the deltas that it adds to the sources; its
+            first results are its targets.
         replay: Replays once more.
-        replay_as_it_was: Replays without adding anything.
-        is_replay: Whether the trace is a replay itself.
+        replay_unchanged: Replays without deltas.
+        is_trace_a_replay: Whether the trace is itself a replay, as for nested tapes.
 
     Raises:
-        RetraceError: It names the user's line of an equation that differs.
+        RetraceError: The message names the user's line of an equation that differs.
     """
-    difference = _difference(targets, replayed, is_replay)
+    difference = _find_difference(targets, replayed, is_trace_a_replay)
     if difference is None:
         return
-    # A function that closes over a variable, and over its value before the tape, has
-    # two inputs in a replay and one in the trace. Python state that changes would
-    # change one of these replays as well.
-    again, as_it_was = replay(), replay_as_it_was()
+    # The difference may be harmless: if the function uses a variable, and also the
+    # value that it read before the tape, only the replay distinguishes the two. If
+    # Python state changes, further replays differ as well.
+    again, unchanged = replay(), replay_unchanged()
     is_stable = _is_same_parameter(replayed, again)
-    if not is_stable or _difference(targets, as_it_was, is_replay) is not None:
-        raise _error(difference)
+    if not is_stable or _find_difference(targets, unchanged, is_trace_a_replay):
+        raise _retrace_error(difference)
 
 
-def _difference(
-    targets: Sequence[jax.Array], replayed: ClosedJaxpr, is_replay: bool
+def _find_difference(
+    targets: Sequence[jax.Array], replayed: ClosedJaxpr, is_trace_a_replay: bool
 ) -> str | None:
-    if not is_replay:
+    if not is_trace_a_replay:
         targets, replayed = _mapped(targets, replayed)
     comparison = _Comparison(replayed)
-    pairs = zip(targets, replayed.jaxpr.outvars, strict=False)
-    return next((found for pair in pairs if (found := comparison.of(*pair))), None)
+    differences = map(comparison.find_difference, targets, replayed.jaxpr.outvars)
+    return next(filter(None, differences), None)
 
 
-def require_same_values(targets: Sequence[jax.Array], again: Sequence[PyTree]) -> None:
-    """Raise if a replay's targets differ from those of a step that runs eagerly.
+def require_same_values(targets: Sequence[jax.Array], values: Sequence[PyTree]) -> None:
+    """Raise if the targets of an eager step, which has no trace, differ in a replay.
 
-    Such a step leaves no trace. Values differ only by the rounding of its operations.
+    `values` are the replay's targets. The comparison tolerates rounding.
     """
-    for value, other in zip(targets, again, strict=True):
-        if _is_traced(value) or _is_traced(other):
+    for target, other in zip(targets, values, strict=True):
+        if _is_traced(target) or _is_traced(other):
             continue
-        rounding = float(jnp.finfo(value.dtype).eps) ** 0.5
-        value, other = (np.asarray(x).astype(np.complex128) for x in (value, other))
-        scale = np.max(np.abs(value), initial=0.0, where=np.isfinite(value))
-        if not np.allclose(value, other, rounding, rounding * scale, equal_nan=True):
-            raise _error("the target has other values")
+        rounding = float(jnp.finfo(target.dtype).eps) ** 0.5
+        target, other = (np.asarray(x).astype(np.complex128) for x in (target, other))
+        scale = np.max(np.abs(target), initial=0.0, where=np.isfinite(target))
+        if not np.allclose(target, other, rounding, rounding * scale, equal_nan=True):
+            raise _retrace_error("the target has other values")
 
 
-def _error(difference: str) -> RetraceError:
+def _retrace_error(difference: str) -> RetraceError:
     return RetraceError(
         "GradientTape.gradient: the step function computes something else when it is "
-        f"traced again for the gradient: {difference}. The gradient would be that of "
-        "another function than the target. Python state has changed in between, such "
-        "as a counter, an iterator, or random numbers of Python or NumPy. Pass such a "
-        "value as an argument of the step, keep it in a keras.Variable, or draw it by "
-        "keras.random with a SeedGenerator."
+        f"traced again for the gradient: {difference}. The gradient would not be the "
+        "target's. Python state has changed in between, such as a counter, an "
+        "iterator, or random numbers of Python or NumPy. Pass the value as an argument "
+        "of the step, keep it in a keras.Variable, or draw it with keras.random and a "
+        "SeedGenerator."
     )
 
 
 def _mapped(
     targets: Sequence[jax.Array], replayed: ClosedJaxpr
 ) -> tuple[Sequence[jax.Array], ClosedJaxpr]:
-    """Map a replay over the replicas of a device, where its step is traced like that.
+    """Map a replay over the replicas of a device, if the trace is of all of them.
 
-    The targets are returned as they are in the trace of all these replicas.
+    Returns the targets as stacked arrays of these replicas, and the mapped replay.
     """
     values = [batch_of(x)[0] for x in replayed.consts]
     dims = [batch_of(x)[1] for x in replayed.consts]
     target_dims = [batch_of(x)[1] for x in targets]
     jaxpr = replayed.jaxpr.replace(outvars=replayed.jaxpr.outvars[: len(targets)])
-    added = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    deltas = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
 
-    def replay(values: list[jax.Array], added: list[jax.Array]) -> list[jax.Array]:
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, values))(*added)
+    def replay(values: list[jax.Array], deltas: list[jax.Array]) -> list[jax.Array]:
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, values))(*deltas)
 
     mapped = required_context().mapped(replay, (dims, None), target_dims)
     if mapped is replay:  # One replica on each device.
         return targets, replayed
     targets = [batch_of(x)[0] for x in targets]
-    return targets, jax.make_jaxpr(lambda *added: mapped(values, added))(*added)
+    return targets, jax.make_jaxpr(lambda *deltas: mapped(values, deltas))(*deltas)
 
 
 class _Comparison:
-    """Compares values of a trace with those of a replay's jaxpr."""
+    """Compares values of a trace with variables of a replay's jaxpr."""
 
     def __init__(self, replayed: ClosedJaxpr) -> None:
         jaxpr = replayed.jaxpr
-        self._added = set(map(id, jaxpr.invars))
+        self._deltas = set(map(id, jaxpr.invars))
         self._constants = dict(zip(jaxpr.constvars, replayed.consts, strict=True))
         self._producers = {v: e for e in jaxpr.eqns for v in e.outvars}
         self._compared: set[tuple[int, int]] = set()
 
-    def of(self, value: PyTree, atom: Atom) -> str | None:
-        """Describe a difference between what two values are made of, if any."""
+    def find_difference(self, value: PyTree, atom: Atom) -> str | None:
+        """Describe the first difference in the computations of two values, if any."""
         todo: list[tuple[PyTree, Atom, TracedEquation | None]] = [(value, atom, None)]
         while todo:
             value, atom, user = todo.pop()
-            value, again = _known(value), self._known(atom)
-            key = (_id(value), _id(again))
+            value, other = _constant_or_self(value), self._constant_or_self(atom)
+            key = (_id(value), _id(other))
             if key in self._compared:
                 continue
             self._compared.add(key)
-            mine, other = equation_of(value), self._producer(again)
-            if mine is None or other is None:
-                if not _is_same_leaf(value, again):
-                    return _described(user or mine, other, value, again)
-            elif _is_same_operation(mine, value, other, again):
-                inputs = zip(mine.in_tracers, other.invars, strict=True)
-                todo += [(x, y, mine) for x, y in inputs]
+            traced, replayed = equation_of(value), self._producer(other)
+            if traced is None or replayed is None:
+                if not _is_same_leaf(value, other):
+                    return _describe(user or traced, replayed, value, other)
+            elif _is_same_operation(traced, value, replayed, other):
+                inputs = zip(traced.in_tracers, replayed.invars, strict=True)
+                todo += [(x, y, traced) for x, y in inputs]
             else:
-                return _described(mine, other, value, again)
+                return _describe(traced, replayed, value, other)
         return None
 
     def _producer(self, atom: PyTree) -> JaxprEqn | None:
         return self._producers.get(atom) if isinstance(atom, Var) else None
 
-    def _known(self, atom: Atom) -> PyTree:
-        """The value of a replay's variable, or the variable, if an equation has it."""
+    def _constant_or_self(self, atom: Atom) -> PyTree:
+        """An atom's constant, its source without the delta, or the atom itself."""
         if isinstance(atom, Literal):
             return atom.val
         if atom in self._constants:
-            return _known(self._constants[atom])
-        source = self._source_behind(atom)
+            return _constant_or_self(self._constants[atom])
+        source = self._source_of(atom)
         return atom if source is None else source
 
-    def _source_behind(self, atom: Atom) -> PyTree:
-        """What a variable is without what this replay added; None: nothing was.
+    def _source_of(self, atom: Atom) -> PyTree:
+        """The source to which the replay added a delta; None if `atom` is no such sum.
 
-        Between the sum and its name, weights in blocks are gathered.
+        Sharded weights are gathered between the sum and its `checkpoint_name`.
         """
         named = self._producer(atom)
         if named is None or named.params.get("name") != SOURCE_NAME:
@@ -183,16 +184,15 @@ class _Comparison:
             producer = self._producer(producer.invars[0])
         if producer is None:
             return None
-        added = producer.invars[-1]
-        if (broadcast := self._producer(added)) is not None:
-            added = broadcast.invars[0]
-        if id(added) not in self._added:
+        delta = producer.invars[-1]
+        if (broadcast := self._producer(delta)) is not None:
+            delta = broadcast.invars[0]
+        if id(delta) not in self._deltas:
             return None
-        return self._known(producer.invars[0])
+        return self._constant_or_self(producer.invars[0])
 
 
-def _known(value: PyTree) -> PyTree:
-    """The constant that a traced value is, or the value."""
+def _constant_or_self(value: PyTree) -> PyTree:
     while isinstance(value, jax.core.Tracer):
         constant = literal_of(value)
         constant = constant_of(value) if constant is None else constant
@@ -203,7 +203,7 @@ def _known(value: PyTree) -> PyTree:
 
 
 def _id(value: PyTree) -> int:
-    """Of tracers that stand for the same value it is the same."""
+    """An id that is equal for tracers of the same value."""
     return id(getattr(value, "val", value) if _is_traced(value) else value)
 
 
@@ -212,14 +212,14 @@ def _is_traced(value: PyTree) -> bool:
 
 
 def _is_same_leaf(value: PyTree, other: PyTree) -> bool:
-    """Whether two values that are not computed by the replay are the same."""
+    """Whether two inputs or constants are the same."""
     if _is_traced(value) or _is_traced(other) or isinstance(other, Var):
         return _id(value) == _id(other)
     return value is other or _bits(value) == _bits(other)
 
 
 def _bits(value: PyTree) -> PyTree:
-    """A constant's dtype, shape and bytes; of several processes, those of this one."""
+    """A constant's dtype, shape and bytes, or those of this process' first shard."""
     if is_key(value):
         with jax.ensure_compile_time_eval():
             return str(value.dtype), _bits(jax.random.key_data(value))
@@ -230,46 +230,46 @@ def _bits(value: PyTree) -> PyTree:
 
 
 def _is_same_operation(
-    mine: TracedEquation, value: PyTree, other: JaxprEqn, again: PyTree
+    traced: TracedEquation, value: PyTree, replayed: JaxprEqn, other: PyTree
 ) -> bool:
-    place = [_id(x) for x in mine.outvars].index(_id(value))
+    position = [_id(x) for x in traced.outvars].index(_id(value))
     return (
-        mine.primitive.name == other.primitive.name
-        and other.outvars[place] is again
-        and len(mine.in_tracers) == len(other.invars)
-        and _is_same_parameter(mine.params, other.params)
+        traced.primitive.name == replayed.primitive.name
+        and replayed.outvars[position] is other
+        and len(traced.in_tracers) == len(replayed.invars)
+        and _is_same_parameter(traced.params, replayed.params)
     )
 
 
-def _is_same_parameter(mine: PyTree, other: PyTree) -> bool:
-    """Whether parameters of a primitive are equal, as far as they say what it does.
+def _is_same_parameter(value: PyTree, other: PyTree) -> bool:
+    """Whether two parameters of a primitive are equal.
 
-    Functions are made anew by each trace; what they compute is in jaxprs beside them.
+    Functions, which each trace creates anew, count as equal: their jaxprs are compared.
     """
-    if mine is other:
+    if value is other:
         return True
-    if type(mine) is not type(other):
+    if type(value) is not type(other):
         return False
-    if isinstance(mine, ClosedJaxpr):
-        consts = zip(mine.consts, other.consts, strict=False)
-        are_same = all(_is_same_leaf(_known(x), _known(y)) for x, y in consts)
-        return are_same and _is_same_jaxpr(mine.jaxpr, other.jaxpr)
-    if isinstance(mine, Jaxpr):
-        return _is_same_jaxpr(mine, other)
-    if isinstance(mine, tuple | list):
-        return len(mine) == len(other) and all(map(_is_same_parameter, mine, other))
-    if isinstance(mine, dict):
-        return mine.keys() == other.keys() and all(
-            _is_same_parameter(mine[x], other[x]) for x in mine
+    if isinstance(value, ClosedJaxpr):
+        consts = zip(value.consts, other.consts, strict=False)
+        are_same = all(_is_same_leaf(*map(_constant_or_self, x)) for x in consts)
+        return are_same and _is_same_jaxpr(value.jaxpr, other.jaxpr)
+    if isinstance(value, Jaxpr):
+        return _is_same_jaxpr(value, other)
+    if isinstance(value, tuple | list):
+        return len(value) == len(other) and all(map(_is_same_parameter, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(
+            _is_same_parameter(value[x], other[x]) for x in value
         )
-    if isinstance(mine, bool | int | float | complex | str | np.dtype):
-        return mine == other or repr(mine) == repr(other)  # NaN.
-    if isinstance(mine, np.generic | np.ndarray | jax.Array):
-        return _is_same_leaf(mine, other)
+    if isinstance(value, bool | int | float | complex | str | np.dtype):
+        return value == other or repr(value) == repr(other)  # NaN.
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return _is_same_leaf(value, other)
     return True
 
 
-def _is_same_jaxpr(mine: Jaxpr, other: Jaxpr) -> bool:
+def _is_same_jaxpr(jaxpr: Jaxpr, other: Jaxpr) -> bool:
     pairs: dict[Var, Var] = {}
 
     def are_same(atoms: Sequence[Atom], others: Sequence[Atom]) -> bool:
@@ -285,31 +285,31 @@ def _is_same_jaxpr(mine: Jaxpr, other: Jaxpr) -> bool:
         return len(atoms) == len(others)
 
     return (
-        declare(mine.constvars, other.constvars)
-        and declare(mine.invars, other.invars)
-        and len(mine.eqns) == len(other.eqns)
+        declare(jaxpr.constvars, other.constvars)
+        and declare(jaxpr.invars, other.invars)
+        and len(jaxpr.eqns) == len(other.eqns)
         and all(
             e.primitive.name == o.primitive.name
             and are_same(e.invars, o.invars)
             and declare(e.outvars, o.outvars)
             and _is_same_parameter(e.params, o.params)
-            for e, o in zip(mine.eqns, other.eqns, strict=True)
+            for e, o in zip(jaxpr.eqns, other.eqns, strict=True)
         )
-        and are_same(mine.outvars, other.outvars)
+        and are_same(jaxpr.outvars, other.outvars)
     )
 
 
-def _described(
-    mine: TracedEquation | None, other: JaxprEqn | None, value: PyTree, again: PyTree
+def _describe(
+    near: TracedEquation | None, replayed: JaxprEqn | None, value: PyTree, other: PyTree
 ) -> str:
-    """Describe what a replay has in place of a value, and where."""
-    computed = equation_of(value)
-    names = [x.primitive.name if x else "a constant" for x in (other, computed)]
-    if computed is None and other is None and np.ndim(value) == np.ndim(again) == 0:
-        names = [again, value]
-    what = "there is {} in place of {}".format(*names)
+    """Describe a difference between two values, at the user's line of `near`."""
+    traced = equation_of(value)
+    names = [x.primitive.name if x else "a constant" for x in (replayed, traced)]
+    if traced is None and replayed is None and np.ndim(value) == np.ndim(other) == 0:
+        names = [other, value]
+    difference = "there is {} in place of {}".format(*names)
     if names[0] == names[1]:
-        what = f"{names[0]} has other values, inputs or parameters"
-    frames = (x for x in frames_of(mine) if not is_installed_file(x[0]))
+        difference = f"{names[0]} has other values, inputs or parameters"
+    frames = (x for x in frames_of(near) if not is_installed_file(x[0]))
     place = next((f"at {file}:{line} in {name}, " for file, line, name in frames), "")
-    return place + what
+    return place + difference

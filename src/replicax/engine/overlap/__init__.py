@@ -1,1 +1,1 @@
-"""Sums of gradients that travel while the backward pass still computes."""
+"""Sums of gradients that overlap with the backward pass."""

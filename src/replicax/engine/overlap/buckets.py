@@ -1,12 +1,12 @@
-"""Plans in which buckets gradients are summed over the replicas, and sums them.
+"""Divides gradients into buckets, and sums each bucket over the replicas.
 
 A bucket is summed while the backward pass computes the gradients of the next bucket. So
 buckets follow the order in which the backward pass computes the gradients. The last
 bucket is small, because no computation is left to hide its sum.
 
-An all-reduce joins the gradients of a bucket to one array. A reduce-scatter leaves them
-arrays of their own, which XLA scatters together: a replica's block of the joined array
-would be no block of each gradient.
+An all-reduce joins the gradients of a bucket to one array. For a reduce-scatter they
+stay separate arrays, since a replica needs its block of each gradient, not a block of
+the joined array; XLA scatters them together.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ __all__ = [
     "sum_in_order",
 ]
 
-# Sizes of a bucket. Smaller ones do not fill a link, larger ones start late; between
-# hosts a sum takes longer to start.
+# Sizes of a bucket. Sums of smaller buckets do not fill a link, and sums of larger ones
+# start late. Between hosts, a sum has more latency.
 _LEAST_BYTES = 2**20
 _LEAST_BYTES_ACROSS_HOSTS = 2**22
 _MOST_BYTES = 2**25
-_NUM_BUCKETS = 8  # Where that gives sizes between those.
-_LAST_DIVISOR = 32  # The last bucket has at most this fraction of all bytes.
+_NUM_BUCKETS = 8  # If these sizes allow.
+_LAST_DIVISOR = 32  # The last bucket has at most 1/32 of all bytes.
 _NUM_DEFERRED = 2  # Products that XLA computes while a bucket is scattered.
 
 
@@ -46,12 +46,12 @@ class SumPlan:
     """Which gradients are summed together, in which order.
 
     Attributes:
-        buckets: Positions of each bucket's gradients. The others, all or only empty
-            ones, are summed without an order.
-        deferred: For each gradient whose product XLA shall compute late, the number of
-            the bucket that travels meanwhile.
+        buckets: Positions of each bucket's gradients, in order. Without buckets, all
+            gradients are summed in any order; otherwise only empty ones are in none.
+        deferred: For each gradient whose product XLA should compute late, the number of
+            the bucket that is summed meanwhile.
         convolutions: Positions of the gradients of convolutions' kernels.
-        scatters: Whether each replica gets a block of a sum, else all of it.
+        scatters: Whether each replica gets a block of a sum, or the whole sum.
     """
 
     buckets: Sequence[Sequence[int]] = ()
@@ -69,15 +69,15 @@ def plan_sums(
     bytes_per_pack: int = 0,
     num_packs: int = 0,
 ) -> SumPlan:
-    """Plan the sums of gradients: as asked for, else so that they overlap on GPUs.
+    """Plan the buckets that the user sets, or else buckets that overlap on GPUs.
 
     Args:
-        grads: The gradients by position, compressed if they travel so.
+        grads: The gradients by position, after compression.
         axis: The replicas.
         scatters: As in `SumPlan`.
-        may_overlap: Whether to plan buckets that nobody asked for.
-        bytes_per_pack: The most bytes in a bucket; a larger gradient is alone.
-        num_packs: Without `bytes_per_pack`: the number of buckets; 0 or 1: not asked.
+        may_overlap: Whether to plan overlapping buckets without the user's settings.
+        bytes_per_pack: Maximum size of a bucket; a larger gradient is alone. 0: unset.
+        num_packs: Number of buckets, without `bytes_per_pack`; 0 or 1: unset.
     """
     sizes = {i: g.nbytes for i, g in reversed([*grads.items()]) if g.size}
     dtypes = {i: g.dtype for i, g in grads.items()}
@@ -103,7 +103,7 @@ def plan_sums(
 def equal_buckets(
     sizes: Mapping[int, int], dtypes: Mapping[int, DTypeLike], number: int
 ) -> list[list[int]]:
-    """About `number` buckets of like size, one more for each further dtype in them.
+    """About `number` buckets of similar size; gradients of other dtypes are separate.
 
     Example:
         >>> equal_buckets({3: 4, 2: 4, 1: 4, 0: 4}, ["float32"] * 4, 2)
@@ -112,7 +112,7 @@ def equal_buckets(
     total, before = sum(sizes.values()), 0
     buckets: dict[tuple[DTypeLike, int], list[int]] = {}
     for i, size in sizes.items():
-        # By the gradient's middle, so that buckets are of about the same size.
+        # The middle of the gradient decides, so that buckets have similar sizes.
         index = (2 * before + size) * number // (2 * total)
         buckets.setdefault((dtypes[i], index), []).append(i)
         before += size
@@ -120,7 +120,7 @@ def equal_buckets(
 
 
 def bytes_of_bucket(total: int, *, spans_hosts: bool = False) -> int:
-    """The size of buckets of so many bytes in all, whose sums are to overlap."""
+    """The size of overlapping buckets for gradients of `total` bytes."""
     least = _LEAST_BYTES_ACROSS_HOSTS if spans_hosts else _LEAST_BYTES
     return min(max(total // _NUM_BUCKETS, least), _MOST_BYTES)
 
@@ -132,12 +132,12 @@ def overlapping_buckets(
     *,
     spans_hosts: bool = False,
 ) -> list[list[int]]:
-    """Buckets in the order in which the backward pass has the gradients.
+    """Buckets in the order in which the backward pass computes the gradients.
 
     The first buckets are small, so that the link has work early. Nothing hides the last
-    sum, so its bucket is as small as can be; where the backward pass ends with large
-    gradients, such as those of embeddings, products computed earlier are in it. No
-    buckets where the gradients are too small for more than one.
+    sum, so the last bucket is small; if the backward pass ends with large gradients,
+    such as of embeddings, the bucket has gradients that are computed earlier. Returns
+    no buckets if all gradients fit into one.
     """
     total = sum(sizes.values())
     most = bytes_of_bucket(total, spans_hosts=spans_hosts)
@@ -145,7 +145,7 @@ def overlapping_buckets(
         return []
     order = sorted(sizes, key=lambda i: origins[i].depth)
     last = _last_bucket(order, sizes, origins, total // _LAST_DIVISOR)
-    # A gradient that the end of the backward pass computes must not keep back others.
+    # Earlier gradients must not wait for those at the end of the backward pass.
     end = origins[order[-1]].depth
     early = [i for i in order if i not in last and origins[i].depth < end]
     late = [i for i in order if i not in last and origins[i].depth == end]
@@ -160,10 +160,9 @@ def overlapping_buckets(
 def _last_bucket(
     order: list[int], sizes: Mapping[int, int], origins: Mapping[int, Origin], most: int
 ) -> list[int]:
-    """The gradients that go last: the latest products, of at most `most` bytes.
+    """The last bucket: the latest products, of at most `most` bytes together.
 
-    Gradients that the backward pass has even later go with them, unless some of these
-    are larger.
+    Later gradients that are no products are included, until one does not fit.
     """
     last: list[int] = []
     depth = num_bytes = 0
@@ -189,9 +188,9 @@ def _filled(
     *,
     may_exceed: bool = False,
 ) -> list[list[int]]:
-    """Buckets of one dtype, each filled up to the next limit.
+    """Fill buckets of one dtype up to their limits, in order.
 
-    With `may_exceed`, the gradient that reaches the limit is in the bucket, too.
+    With `may_exceed`, a bucket includes the gradient that exceeds its limit.
     """
     buckets: list[list[int]] = []
     room: dict[DTypeLike, tuple[list[int], int]] = {}  # The dtype's bucket, bytes left.
@@ -209,22 +208,22 @@ def _filled(
 def deferred_products(
     buckets: Sequence[Sequence[int]], origins: Mapping[int, Origin], *, scatters: bool
 ) -> dict[int, int]:
-    """The products that XLA shall compute late, as `SumPlan.deferred`.
+    """The products that XLA should compute late, as `SumPlan.deferred`.
 
-    XLA computes products and starts sums as late as it thinks possible. So one product
-    of a bucket is left for the time when the previous bucket travels. A scattered
-    bucket has two products of any later buckets: the second one hides the gathers of
-    weights, which may travel as well.
+    XLA's scheduler moves products and the start of sums as late as possible. So one
+    product of a bucket is deferred until the previous bucket is being summed. While a
+    bucket is scattered, weights may be gathered, too: two products of later buckets are
+    deferred.
     """
-    left = [[i for i in bucket if origins[i].product] for bucket in buckets]
+    products = [[i for i in bucket if origins[i].product] for bucket in buckets]
     if not scatters:
-        following = enumerate(left[2:], start=1)
-        return {products[-1]: number for number, products in following if products}
+        following = enumerate(products[2:], start=1)
+        return {own[-1]: number for number, own in following if own}
     deferred: dict[int, int] = {}
     for number in [*reversed(range(len(buckets) - 1))] * _NUM_DEFERRED:
-        products = next(filter(None, left[number + 1 :]), None)
-        if products is not None:
-            deferred[products.pop()] = number
+        later = next(filter(None, products[number + 1 :]), None)
+        if later is not None:
+            deferred[later.pop()] = number
     return deferred
 
 
@@ -239,12 +238,12 @@ def sum_in_order(
 ) -> dict[int, jax.Array]:
     """Sum gradients as planned; `send` sums a bucket's arrays over the replicas.
 
-    For `weights` and `updates_are_last` see `sum_gradients`. The weights that wait are
-    kernels of convolutions: the backward pass needs them transposed, and XLA would
-    transpose them together with their update, and so after the sum.
+    For `weights` and `updates_are_last` see `sum_gradients`. Kernels of convolutions
+    wait for their sums: the backward pass needs the transposed kernel, and XLA would
+    otherwise fuse the transpose with the update, and so delay it.
     """
     computed, sums = dict(grads), dict[int, jax.Array]()
-    before: list[jax.Array] = []  # Known before the previous bucket travelled.
+    before: list[jax.Array] = []  # Computed before the previous bucket's sum.
     previous: list[jax.Array] = []
     for number, bucket in enumerate(plan.buckets):
         late = [i for i, meanwhile in plan.deferred.items() if meanwhile == number - 1]
@@ -253,17 +252,17 @@ def sum_in_order(
         before = previous or arrays
         sent = arrays if plan.scatters else [join(arrays)]
         if previous:
-            # Where gathers of new weights may follow, XLA chooses what hides a bucket.
+            # If new weights may be gathered, XLA chooses which products hide a bucket.
             others = [i for i in late if i not in bucket] if updates_are_last else []
             sent = _after([*sent, *(computed[i] for i in others)], previous, axis)
             computed |= {i: sent.pop() for i in reversed(others)}
         previous = totals = send(bucket, sent)
         waiting = [i for i in bucket if i in plan.convolutions] if weights else []
         if weights and waiting:
-            own = [weights[i] for i in waiting]
-            own, totals = lax.optimization_barrier((own, totals))
-            for i, weight in zip(waiting, own, strict=True):
-                weights[i] = weight
+            kernels = [weights[i] for i in waiting]
+            kernels, totals = lax.optimization_barrier((kernels, totals))
+            for i, kernel in zip(waiting, kernels, strict=True):
+                weights[i] = kernel
         totals = totals if plan.scatters else split(totals[0], arrays)
         sums |= zip(bucket, totals, strict=True)
     rest = [i for i in grads if i not in sums]
@@ -273,10 +272,10 @@ def sum_in_order(
 
 
 def _computed_after(grad: jax.Array, previous: list[jax.Array]) -> jax.Array:
-    """Recompute a product from inputs that wait for `previous`.
+    """Recompute a gradient's product from inputs that wait for `previous`.
 
-    XLA drops the first product, which is then unused. It would compute it long before,
-    since it expects the updates of weights to hide the last sums.
+    XLA drops the original product, which is then unused. XLA would compute that product
+    long before, since it expects the updates of weights to hide the last sums.
     """
     *path, (product, _) = path_to_product(grad)
     *inputs, _ = lax.optimization_barrier((*product.in_tracers, previous))
@@ -291,15 +290,12 @@ def _computed_after(grad: jax.Array, previous: list[jax.Array]) -> jax.Array:
 def _after(
     values: list[jax.Array], previous: list[jax.Array], axis: ReplicaAxis
 ) -> list[jax.Array]:
-    """`values`, which XLA may not use before `previous` is known.
-
-    XLA would otherwise merge sums that do not wait for each other into one.
-    """
+    """`values`, made to depend on `previous`, so that XLA does not merge their sums."""
     values, previous = lax.optimization_barrier((values, previous))
     if not axis.is_of_cpus:
         return values
-    # XLA drops barriers on CPUs before it merges. So the values have to depend on the
-    # sum: by a condition that is never true, and that XLA does not see through.
+    # On CPUs, XLA removes barriers before it merges sums. So the values depend on the
+    # previous sum by a condition that is never true, which XLA cannot infer.
     probe = previous[0][(0,) * previous[0].ndim]
     if not jnp.issubdtype(probe.dtype, jnp.inexact):
         probe = probe.astype(jnp.float32)

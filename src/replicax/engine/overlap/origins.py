@@ -1,6 +1,7 @@
-"""Finds the products of matrices, or convolutions, that compute gradients in a trace.
+"""Finds the matrix products and convolutions that compute gradients in a trace.
 
-`buckets` orders gradients by the products that they depend on, and defers some.
+Both are called products here. `buckets` orders gradients by the products that they
+depend on, and defers some products.
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ class Origin:
 
     Attributes:
         depth: Length of the longest chain of products that the gradient depends on.
-        product: Name of the product or convolution that computes the gradient, and
-            nothing else, so that it may be deferred; empty: none.
+        product: Primitive of the product that computes only this gradient, and so may
+            be deferred; empty if there is none.
     """
 
     depth: int = 0
@@ -36,7 +37,7 @@ class Origin:
 def origins_of(grads: Mapping[int, jax.Array]) -> dict[int, Origin]:
     """Find the origin of each gradient in its trace.
 
-    Results of a single equation, such as a rematerialised function, have one depth.
+    All results of an equation, such as a rematerialised function, have the same depth.
     """
     depths: dict[int, int] = {}
     origins = dict.fromkeys(grads, Origin())
@@ -52,17 +53,17 @@ def origins_of(grads: Mapping[int, jax.Array]) -> dict[int, Origin]:
 
 def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
     """Add the depths of an equation and of all equations that it depends on."""
-    stack = [last]  # Not recursive: a chain may have thousands.
+    stack = [last]  # Not recursive: a chain may have thousands of equations.
     while stack:
         equation = stack[-1]
         if id(equation) in depths:
             stack.pop()
             continue
-        made_by = map(equation_of, equation.in_tracers)
-        before = [e for e in made_by if e is not None]
-        unknown = [e for e in before if id(e) not in depths]
-        stack += unknown
-        if not unknown:
+        producers = [equation_of(x) for x in equation.in_tracers]
+        before = [e for e in producers if e is not None]
+        pending = [e for e in before if id(e) not in depths]
+        stack += pending
+        if not pending:
             products = (
                 product
                 for jaxpr in inner_jaxprs(equation)
@@ -73,16 +74,16 @@ def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
 
 
 def path_to_product(
-    value: jax.Array, most: int = 8
+    value: jax.Array, max_length: int = 8
 ) -> list[tuple[TracedEquation, int]]:
-    """The equations from a value back to the product that computes it.
+    """The equations from a value back to the product that computes it; [] if none does.
 
     In between are casts, changes of layout and elementwise operations, such as the
-    addition of a regularizer's gradient. Each equation has the number of the input that
-    leads to the product. Empty where there is no product.
+    addition of a regularizer's gradient. With each equation comes the number of its
+    input that leads to the product.
     """
     equation = equation_of(value)
-    if equation is None or most == 0:
+    if equation is None or max_length == 0:
         return []
     if equation.primitive.name in PRODUCTS:
         return [(equation, 0)]
@@ -90,7 +91,7 @@ def path_to_product(
         return []
     for number, x in enumerate(equation.in_tracers):
         if x.size == value.size:
-            path = path_to_product(x, most - 1)
+            path = path_to_product(x, max_length - 1)
             if path:
                 return [(equation, number), *path]
     return []

@@ -8,9 +8,9 @@ from replicax.engine.overlap.buckets import bytes_of_bucket
 
 __all__ = ["compiler_options"]
 
-# How much XLA merges into one message where replicas divide the update. By default, a
-# small model's gradients are one sum after the backward pass, and its weights one
-# gather before the forward pass. `buckets` joins the gradients of all-reduces instead.
+# How much XLA merges into one collective if replicas divide the updates. By default,
+# XLA sums a small model's gradients at once after the backward pass, and gathers its
+# weights at once before the forward pass. (`buckets` joins gradients of all-reduces.)
 _REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _ALL_GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 _PLATFORMS = ("gpu", "cuda", "rocm")
@@ -27,14 +27,14 @@ def compiler_options(
 ) -> dict[str, Any] | None:
     """The `compiler_options` of `jax.jit` for a step on devices of `platform`.
 
-    Options that the user set in `XLA_FLAGS` are left out. None where there are none, as
-    for TPUs, or for GPUs where no sum is scattered.
+    Options that the user set in `XLA_FLAGS` are left out. None if no options are left,
+    as on TPUs, or on GPUs if no sum is scattered.
 
     Args:
         platform: JAX's name of the platform, such as `"gpu"`, `"cuda"` or `"tpu"`.
         environ: The process' environment.
         scattered_bytes: Size of all gradients whose sums are scattered.
-        num_devices: Number of devices over which they are scattered.
+        num_devices: Number of devices over which the sums are scattered.
         spans_hosts: Whether the devices are on several hosts.
         largest_bytes: Size of the largest intermediate array, if known.
 
@@ -48,11 +48,11 @@ def compiler_options(
     own = settings.flags_in(environ)
     size = bytes_of_bucket(scattered_bytes, spans_hosts=spans_hosts)
     wanted = {
-        # No limit within a bucket: different buckets depend on each other, so XLA does
-        # not merge them. XLA compares with the size of one device's block.
+        # No limit within a bucket; XLA cannot merge buckets, which depend on each
+        # other. The option limits the size of one device's blocks.
         _REDUCE_SCATTER: scattered_bytes // num_devices,
-        # A quarter of a bucket: weights travel in half precision, and the first gather,
-        # which nothing hides, should be short. An eighth more fits a kernel's bias.
+        # A quarter of a bucket: weights are gathered in half precision, and the first
+        # gather, which nothing hides, should be short. An eighth more fits the biases.
         _ALL_GATHER: size * 9 // 32,
     }
     options = {name: value for name, value in wanted.items() if name not in own}
