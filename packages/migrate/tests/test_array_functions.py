@@ -68,10 +68,10 @@ def test_functions_of_arrays(call: str, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ("tf.split(x, sizes)", "positions where TensorFlow takes sizes"),
-        ("tf.split(x, [2, -1])", "positions where TensorFlow takes sizes"),
-        ("tf.scan(f, x)", "its argument 'initializer' was not found"),
-        ("tf.math.confusion_matrix(x, i)", "its argument 'num_classes' was not found"),
+        ("tf.split(x, sizes)", "positions instead of TensorFlow's sizes"),
+        ("tf.split(x, [2, -1])", "positions instead of TensorFlow's sizes"),
+        ("tf.scan(f, x)", "pass its argument 'initializer'"),
+        ("tf.math.confusion_matrix(x, i)", "pass its argument 'num_classes'"),
         ("tf.nn.depth_to_space(x, 2, 'NCHW')", "has no argument 'data_format'"),
     ],
 )

@@ -32,11 +32,11 @@ def test_a_port_is_python_and_stays_as_it_is(before: Path) -> None:
 
 @pytest.mark.parametrize("before", CASES, ids=case_id)
 def test_comments_go_with_what_is_taken_out_and_others_stay(before: Path) -> None:
-    """Those directly above a statement that is taken out go, and those on its line."""
+    """The port removes comments above a removed statement, and on its line."""
     lines = before.read_text("utf-8").splitlines()
     ported = port(before.read_bytes())
     after = ported.source.decode()
-    gone = {note.line for note in ported.notes if "is taken out" in note.reason}
+    gone = {note.line for note in ported.notes if "is removed" in note.reason}
     for number, line in enumerate(lines, 1):
         _, mark, comment = line.partition("# ")
         if mark and '"' not in comment:

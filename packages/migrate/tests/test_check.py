@@ -212,7 +212,7 @@ parser.add_argument("data"); parser.parse_args()"""
     [
         ('open("/none/data.csv")', "1: not checked: FileNotFoundError: "),
         ("import none_such", "1: not checked: ModuleNotFoundError: "),
-        (ARGUMENT, "2: not checked: it exits with status 2"),
+        (ARGUMENT, "2: not checked: the script exits with status 2"),
         ("if False: model.fit(x)", "1: not checked: it ended without a training"),
     ],
 )

@@ -47,7 +47,7 @@ def test_other_models_are_trained_as_they_are(before: str, after: str) -> None:
 
 def test_a_model_that_is_trainable_after_compile_is_left() -> None:
     _, left = ported(GAN.replace("self.d.trainable = False", "self.d.trainable = t"))
-    assert ["was trainable at compile" in each for each in left] == [True]
+    assert ["were trainable at compile" in each for each in left] == [True]
 
 
 PARTS = f"""\
@@ -79,14 +79,14 @@ def test_a_model_that_is_frozen_after_compile_is_left(source: str) -> None:
 def test_layers_that_are_frozen_after_compile_are_left() -> None:
     loop = "for layer in d.layers:\n        layer.trainable = False"
     _, left = ported(PARTS.replace("d.trainable = False", loop))
-    assert ["was trainable at compile" in each for each in left] == [True]
+    assert ["were trainable at compile" in each for each in left] == [True]
 
 
 def test_a_frozen_model_that_another_module_trains_is_left() -> None:
     steps = PARTS[PARTS.index("def train") : PARTS.index("d = make_d()")]
     source = PARTS.replace(steps, "from gan import train\n")
     _, left = ported(source.replace("train(d, both)", "train((d, both))"))
-    assert ["was trainable at compile" in each for each in left] == [True]
+    assert ["were trainable at compile" in each for each in left] == [True]
 
 
 def test_a_model_that_is_compiled_after_it_was_frozen_stays() -> None:
@@ -103,7 +103,7 @@ def test_a_model_that_is_compiled_after_it_was_frozen_stays() -> None:
     [
         (
             "class Own(k.optimizers.SGD):\n    def apply_gradients(self, g): pass",
-            "write that",
+            "override that",
         ),
     ],
 )

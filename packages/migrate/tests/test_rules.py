@@ -210,12 +210,12 @@ def test_the_step_of_keras_2_logs_its_loss_and_its_metrics() -> None:
         ("self.compiled_loss(y, y_pred, **w)", "use self.compute_loss"),
         ("0 if y is None else self.compiled_loss(y, y_pred)", "use self.compute_loss"),
         ("2 * self.compiled_loss(y, y_pred)", "use self.compute_loss"),
-        ("self.compiled_loss(y, y_pred, None, [r])", "takes no others"),
+        ("self.compiled_loss(y, y_pred, None, [r])", "no other losses"),
         (
             "self.compiled_loss(y, y_pred)\n            value += sum(self.losses)",
-            "do not add them",
+            "do not add self.losses",
         ),
-        ("self.compiled_loss(y, y_pred, regularization_losses=r)", "takes no others"),
+        ("self.compiled_loss(y, y_pred, regularization_losses=r)", "no other losses"),
     ],
 )
 def test_losses_that_compute_loss_cannot_give_are_left(value: str, reason: str) -> None:
@@ -260,11 +260,11 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
         ("d = tf.layers.Dropout(0.5)", "make a layer of `keras.layers` once"),
         (
             "K = tf.keras.backend\ny = K.sum(x)\nK = 5",
-            "`K` is tf.keras.backend here, and is assigned something else",
+            "`K` is tf.keras.backend here, and another value elsewhere",
         ),
         ("import tf_slim", "tf_slim needs TensorFlow"),
         ("import tensorflow_docs.modeling", "tensorflow_docs needs TensorFlow"),
-        ("import efficientnet.tfkeras", "efficientnet is of Keras 2"),
+        ("import efficientnet.tfkeras", "efficientnet needs Keras 2"),
         ("from transformers import TFBertModel, AutoTokenizer", "transformers.TFBert"),
         ("import smdistributed.dataparallel.tensorflow as d", "use `rx.Mirrored"),
         ("from transformers import AutoTokenizer, TFAutoModel", "or KerasHub"),
@@ -279,8 +279,8 @@ def test_what_is_left(before: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "notes"),
     [
-        ("tf.maximum(y, 0.0)", ["where both are equal"]),
-        ("tf.keras.backend.clip(y, 0.0, 1.0)", ["where both are equal"]),
+        ("tf.maximum(y, 0.0)", ["between equal arguments"]),
+        ("tf.keras.backend.clip(y, 0.0, 1.0)", ["between equal arguments"]),
         ("tf.abs(y)", ["has the gradient 1 at 0"]),
         ("tf.nn.selu(y)", ["has the gradient 1.76 at 0"]),
         ("tf.random.set_seed(1)", ["other random numbers"]),
@@ -289,7 +289,7 @@ def test_what_is_left(before: str, reason: str) -> None:
         ("tf.keras.layers.Dropout(0.5, seed=1)", ["from a seed"]),
         ("tf.keras.layers.Dropout(0.5, seed=None)", []),
         ("tf.random.normal([2], seed=1)", ["from a seed"]),
-        ("tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)", ["where the rate changes"]),
+        ("tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)", ["if the rate changes"]),
     ],
 )
 def test_what_gives_other_numbers_is_noted(statement: str, notes: list[str]) -> None:
@@ -335,7 +335,7 @@ def test_what_does_nothing_any_more_goes() -> None:
 
 def test_a_mark_on_the_first_line_does_not_double() -> None:
     ported = port(b"from tensorflow import *\nx = reduce_sum(y)\n")
-    assert ported.source.startswith(b"# replicax: names of")
+    assert ported.source.startswith(b"# replicax: `*` imports")
     assert port(ported.source).source == ported.source
 
 

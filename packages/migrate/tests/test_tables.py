@@ -144,7 +144,7 @@ def test_targets(path: str, target: str | None) -> None:
 
 def test_reasons_say_what_to_use_instead() -> None:
     assert "keras.layers.RandomFlip" in find_reason("image.flip_left_right")
-    assert find_reason("no.such") == "tf.no.such has no counterpart here"
+    assert find_reason("no.such") == "tf.no.such has no counterpart"
 
 
 def test_the_page_has_all_dataset_operators() -> None:

@@ -16,8 +16,8 @@ These words have one meaning everywhere:
 - target: what a path becomes, such as `"keras.ops.sum"`. `tables.toml` has the targets.
 - rule: a function that ports a call or an attribute for which a row is not enough. It
   raises `Unported` if it is not sure; the node then stays, below a comment, its mark.
-- finding: a line of the report. Something is *left* to port by hand, or a *note* says
-  that the port behaves differently.
+- finding: a line of the report. Code is *left* to port by hand, or a *note* says how
+  the port behaves differently.
 - host function: a function that an input pipeline maps, and that runs on NumPy arrays.
 
 `notebooks` joins the cells of a notebook to one script. `check` executes a ported

@@ -41,23 +41,23 @@ _STRINGS = (cst.SimpleString, cst.FormattedString)
 
 def _constant(site: CallSite) -> Expression:
     value = site.required(0, "value")
-    is_display = isinstance(value, cst.List | cst.Tuple)
-    parts = find(value, *_STRINGS) if is_display else [value]
-    if any(isinstance(part, _STRINGS) for part in parts):
+    is_literal = isinstance(value, cst.List | cst.Tuple)
+    values = find(value, *_STRINGS) if is_literal else [value]
+    if any(isinstance(part, _STRINGS) for part in values):
         raise Unported(f"tf.{site.path} of a string stays: arrays are of numbers")
     return by_row(site)
 
 
 def _variable(site: CallSite) -> Expression:
     if _in_build(site.script, site.node):
-        # Keras 3 refuses the value, and builds the layer once more, with all weights.
+        # Keras 3 refuses the traced value, and then builds the layer a second time.
         raise Unported(MESSAGES["traced_value"])
     call = by_row(site)
     value = call.args[0].value if call.args else None
     number = value.expression if isinstance(value, cst.UnaryOperation) else value
     if isinstance(number, cst.Integer) and kwarg_value(call, "dtype") is None:
         dtype = keyword("dtype", site.script.string("int32"))
-        return with_args(call, [*call.args, dtype])  # Keras' default is a float.
+        return with_args(call, [*call.args, dtype])  # Keras' default is float32.
     return call
 
 
@@ -71,7 +71,7 @@ def _in_build(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _cast(site: CallSite) -> Expression:
-    """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, an integer of Python."""
+    """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, a Python integer."""
     script = site.script
     value, dtype = site.original(0, "x"), site.original(1, "dtype")
     size = script.flow.resolve(value)
@@ -90,28 +90,28 @@ def _where(site: CallSite) -> Expression:
 
 
 def _split(site: CallSite) -> Expression:
-    """Port `tf.split`; Keras takes positions in place of literal sizes."""
+    """Port `tf.split`: literal sizes become the positions that Keras expects."""
     sizes = site.script.resolved_arg(site.node, 1, "num_or_size_splits")
     call = by_row(site)
     if isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
         return call
-    parts = elements_of(sizes)
-    if not parts or any(not isinstance(part, cst.Integer) for part in parts):
+    elements = elements_of(sizes)
+    if not elements or any(not isinstance(part, cst.Integer) for part in elements):
         raise site.refusal(MESSAGES["split"])
-    *inner, _ = itertools.accumulate(int(site.script.code(size)) for size in parts)
+    *bounds, _ = itertools.accumulate(int(site.script.code(size)) for size in elements)
     positions = find_arg(call.args, 1, "indices_or_sections")
-    value = cst.parse_expression(str(inner))
+    value = cst.parse_expression(str(bounds))
     return with_args(call, with_new_value(call.args, positions, value))
 
 
 def _matmul(site: CallSite) -> Expression:
-    """Port `matmul`, with `swapaxes` of arguments that it transposes."""
+    """Port `matmul`: `transpose_a=True` becomes `swapaxes` of `a`, likewise for `b`."""
     for i, name in enumerate("ab"):
         site.required(i, name)
         flag = site.ported(i + 2, f"transpose_{name}")
         text = site.script.code(flag) if flag else "False"
         if text not in {"True", "False"}:
-            raise site.refusal(f"whether transpose_{name} is not seen")
+            raise site.refusal(f"transpose_{name} is not a literal True or False")
         if text == "True":
             site = site.with_template(i, name, "keras.ops.swapaxes({x}, -1, -2)")
     return by_row(site)
@@ -122,7 +122,7 @@ def _normalized(site: CallSite) -> Expression:
     names = ["x", "mean", "variance", "offset", "scale", "variance_epsilon", "name"]
     arguments = {name: arg.value for name, arg in bind_ported(site, names).items()}
     if not {*names[:6]} <= {*arguments}:
-        raise site.refusal("its arguments were not found")
+        raise site.refusal("pass all its arguments")
     text = "({x} - {mean}) * keras.ops.rsqrt({variance} + {variance_epsilon})"
     if not is_name(arguments["scale"], "None"):
         text += " * {scale}"
@@ -159,12 +159,12 @@ def resize(site: CallSite) -> Expression:
     """Port `tf.image.resize` of TensorFlow 2, whose results are float32."""
     script, call = site.script, by_row(site)
     value = kwarg_value(call, "interpolation") or script.string("bilinear")
-    name = script.names.tf_path(value)  # None if the argument is ported already.
+    name = script.names.tf_path(value)  # None after the argument was ported.
     text = str(find_target(name) if name else script.code(value)).strip("\"'")
     if text not in {"bicubic", "bilinear", "lanczos3", "lanczos5", "nearest"}:
         raise site.refusal("area, gaussian and mitchellcubic have no counterpart")
     if script.is_of_version_1(site.node):
-        raise Unported(f"tf.{site.path} of TensorFlow 1 stays: it has other pixels")
+        raise Unported(f"tf.{site.path} of TensorFlow 1 stays: it samples other pixels")
     on_host = script.runs_on_host(site.node)
     if text == "bicubic" and not is_name(kwarg_value(call, "antialias"), "True"):
         site.note(f"tf.{site.path}: {MESSAGES['bicubic']}")
@@ -191,4 +191,4 @@ DEVICE_RULES: dict[str, Rule] = {
     "split": _split,
     **dict.fromkeys(RANDOM_FUNCTIONS, _random),
 }
-"""Rules for code that devices run, by the path of the function."""
+"""By path of the function, rules for code that runs on devices."""

@@ -1,8 +1,7 @@
 """Finds the rule for each call of a TensorFlow function.
 
-The rules of this module are for the runtime: `tf.print(x)` becomes
-`jax.debug.print("{}", x)` in a compiled step. Other modules have those for arrays and
-Keras.
+This module has rules for the runtime: `tf.print(x)` becomes `jax.debug.print("{}", x)`
+in a compiled step. `arrays`, `host` and `keras_calls` have other rules.
 """
 
 import libcst as cst
@@ -47,7 +46,7 @@ _SEEDED = ("keras.initializers.", "keras.layers.", "keras.random.")
 
 
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
-    """Whether a rule or a row ports a call, in a pipeline or on devices."""
+    """Whether a rule or a row ports a call of `tf.<path>`."""
     return path in (_HOST_RULES if script.runs_on_host(node) else _RULES)
 
 
@@ -71,15 +70,15 @@ def port_call(
 def report_differences(
     script: Script, node: cst.Call, result: Expression, path: str
 ) -> None:
-    """Report arguments whose meaning Keras 3 has changed."""
-    for reason in keras_calls.problems(script, node, path):
+    """Report arguments to which Keras 3 gives another meaning."""
+    for reason in keras_calls.silent_changes(script, node, path):
         script.leave(node, reason)
     target = find_target(path)
     seed = kwarg_value(result, "seed") if isinstance(result, cst.Call) else None
     is_seeded = seed is not None and not is_name(seed, "None")
     is_seeded = is_seeded and (target or "").startswith(_SEEDED)
     if is_seeded and node not in script.edits.generators:
-        script.note(node, f"{target} draws other numbers from a seed than TF does")
+        script.note(node, f"{target} draws other numbers from a seed than TF")
 
 
 def _range(site: CallSite) -> Expression:
@@ -94,7 +93,7 @@ def _range(site: CallSite) -> Expression:
 def _print(site: CallSite) -> Expression:
     values = [arg.value for arg in site.updated.args if arg.keyword is None]
     if any(arg.star for arg in site.updated.args):
-        raise Unported("tf.print of `*` arguments stays: use jax.debug.print")
+        raise Unported("tf.print with a `*` argument stays: use jax.debug.print")
     if not is_traced(site.script, site.node):
         return site.with_args(port_keywords(site, "print"), func="print")
     texts, printed = [], []
@@ -107,7 +106,7 @@ def _print(site: CallSite) -> Expression:
     text = " ".join(texts)
     is_plain = '"' not in text and "\\" not in text
     code = repr(text).replace("'", '"') if is_plain else repr(text)
-    site.note("jax.debug.print prints once for each replica, and in a tape twice")
+    site.note("jax.debug.print prints once per replica, in a gradient tape twice")
     args = [cst.Arg(value) for value in (cst.SimpleString(code), *printed)]
     return cst.Call(site.script.expression("jax.debug.print"), args)
 
@@ -115,10 +114,10 @@ def _print(site: CallSite) -> Expression:
 def _device(site: CallSite) -> Expression:
     value = site.script.resolved_arg(site.node, 0, "device_name")
     if not isinstance(value, cst.SimpleString):
-        raise Unported("tf.device stays: give keras.device a name such as 'gpu:0'")
+        raise Unported("tf.device stays: pass keras.device a name such as 'gpu:0'")
     name = string_of(value).lower().lstrip("/").removeprefix("device:")
     if not name.startswith("cpu"):
-        site.note(f"fails without a {name!r}, where TensorFlow takes another device")
+        site.note(f"fails without a {name!r}; TensorFlow uses another device")
     return site.make("keras.device({name})", name=site.script.string(name))
 
 
@@ -126,10 +125,10 @@ def _device(site: CallSite) -> Expression:
 
 
 def _old_loss(site: CallSite) -> Expression:
-    """Refuse the loss of TensorFlow 1: it is a mean, that of Keras is not."""
+    """Refuse losses of TensorFlow 1, which are means; functions of Keras are not."""
     is_new = any(has_keyword(arg, "y_true", "y_pred") for arg in site.node.args)
     if site.script.is_of_version_1(site.node) and not is_new:
-        raise site.refusal("call a loss object of keras.losses: TF 1 has the mean")
+        raise site.refusal("call a loss object of keras.losses: TF 1 returns the mean")
     return site.call_target()
 
 
@@ -137,7 +136,7 @@ def _logical_devices(site: CallSite) -> Expression:
     number = _length(site.ported(1, "logical_devices"))
     if number is None:
         raise site.refusal("use rx.set_logical_devices(n)")
-    site.note("rx.set_logical_devices divides the CPU, for all of the script")
+    site.note("rx.set_logical_devices divides the CPU for the whole script")
     return site.make("rx.set_logical_devices({n})", n=number)
 
 
@@ -169,7 +168,7 @@ _INITIALIZERS = [
 
 
 def _initializer(site: CallSite) -> Expression:
-    """Port a random initializer; the default scale of TensorFlow 1 is refused."""
+    """Port a random initializer; refuse the default scale of TensorFlow 1."""
     name = "maxval" if "uniform" in site.path else "stddev"
     if site.script.is_of_version_1(site.node) and site.original(1, name) is None:
         raise Unported(f"{name} is 1 in TensorFlow 1, 0.05 in Keras 3: write {name}=")
@@ -198,9 +197,9 @@ _RULES: dict[str, Rule] = {
     **keras_calls.RULES,
     "losses.mean_squared_error": _old_loss,
 }
-"""Rules for code that devices run, by the path of the function."""
+"""By path of the function, rules for code that runs on devices."""
 _HOST_RULES = {
     **dict.fromkeys(HOST_OPERATORS, lambda site: by_row(site, HOST_OPERATORS)),
     **HOST_RULES,
 }
-"""Rules for input pipelines."""
+"""By path of the function, rules for code in input pipelines."""

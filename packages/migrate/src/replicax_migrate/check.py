@@ -24,8 +24,8 @@ _IN_CLUSTER = (
     *("-c", "from replicax.cli import main; main()", "run"),
     *("--workers", "1", "--ps", "1", "--max-restarts", "0", "--grace-seconds", "1"),
 )
-"""Starts a worker and a parameter server, each with the script."""
-# JAX adds lines to the texts of errors if it filters tracebacks.
+"""Starts a worker and a parameter server, which both run the script."""
+# If JAX filters tracebacks, it adds lines to error messages.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
 
 
@@ -42,13 +42,13 @@ def check(
 
     Args:
         path: The path of the original. The script can import modules of its folder.
-        original: The text of the original, for line numbers.
-        ported: By path, the ported texts of the original and of other modules.
+        original: The text of the original script, for line numbers.
+        ported: By path, the ported texts of this script and of other modules.
         arguments: Command-line arguments of the script.
-        limit_seconds: The time after which the script is ended.
+        limit_seconds: The time after which `check` stops the script.
 
     Returns:
-        The exit status, and the reason if it is not 0, by line of the original. A
+        The exit status, and a finding with the reason for a status other than 0. A
         module that does not train has status 0 if another ported script imports it.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def check(
         elif errors is None:
             reason = MESSAGES["no_step"].format(limit=limit_seconds)
             status, line = Status.NOT_RUN, 1
-        else:  # The process has crashed.
+        else:  # The process crashed.
             status, line, reason = Status.LEFT, 1, errors.strip().rpartition("\n")[2]
     if status == Status.NOT_RUN and not reason:
         others = (text for other, text in ported.items() if other != path)
@@ -81,18 +81,18 @@ def check(
 def _run(
     command: list[str], folder: str, outcome: Path, limit_seconds: float
 ) -> str | None:
-    """Run Python until it writes the outcome, ends, or takes too long; then end it.
+    """Run Python until it writes OUTCOME, exits, or exceeds the limit; then stop it.
 
     Returns:
-        The text on standard error; None if Python was still running.
+        The text on standard error; None if Python did not exit by itself.
     """
-    search = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    python_path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     deadline = time.monotonic() + limit_seconds
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
             [sys.executable, *command],
-            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": search},
+            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": python_path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -103,14 +103,14 @@ def _run(
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        has_ended = process.poll() is not None
-        process.terminate()  # A launcher ends its tasks.
+        has_exited = process.poll() is not None
+        process.terminate()  # On SIGTERM, a launcher stops its tasks.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         errors.seek(0)
-        return errors.read() if has_ended else None
+        return errors.read() if has_exited else None
 
 
 def _imports(text: str, module: str) -> bool:
@@ -118,7 +118,7 @@ def _imports(text: str, module: str) -> bool:
 
 
 def _original_line(original: str, ported: str, line: int) -> int:
-    """Map a line number of the ported script to one of the original, by their diff."""
+    """Map a line number of the ported script to the original, by a diff."""
     before, after = original.splitlines(), ported.splitlines()
     matcher = difflib.SequenceMatcher(a=before, b=after, autojunk=False)
     for _, a_start, a_end, b_start, b_end in matcher.get_opcodes():
@@ -126,6 +126,6 @@ def _original_line(original: str, ported: str, line: int) -> int:
             if a_end - a_start == b_end - b_start:
                 return a_start + line - b_start
             replaced = before[a_start:a_end]
-            close = difflib.get_close_matches(after[line - 1], replaced, 1, 0)
-            return a_start + (replaced.index(close[0]) if close else 0) + 1
+            similar = difflib.get_close_matches(after[line - 1], replaced, 1, 0)
+            return a_start + (replaced.index(similar[0]) if similar else 0) + 1
     return line

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeAlias
 
 import typer
 
-# Every call of `replicax` loads this module, and few need LibCST.
+# Each call of `replicax` imports this module; most calls do not need LibCST.
 if TYPE_CHECKING:
     from replicax_migrate import Ported
 
@@ -26,7 +26,7 @@ class Status(enum.IntEnum):
     RUN = 0
     """Every name is ported, and the first training step was executed."""
     LEFT = 1
-    """Something is left to port by hand, or the ported script fails."""
+    """Code is left to port by hand, or the ported script fails."""
     NOT_RUN = 2
     """Every name is ported, but no training step was executed."""
     UNREADABLE = 3
@@ -40,17 +40,16 @@ def migrate(
     scripts: Annotated[
         list[str],
         typer.Argument(
-            help="Python scripts, notebooks, folders of them, or - for standard input."
+            help="Python scripts, notebooks, folders, or - for standard input."
         ),
     ],
-    diff: Annotated[
-        bool, typer.Option("--diff", help="Print what would change.")
-    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Print the changes.")] = False,
     write: Annotated[
         bool, typer.Option("--write", help="Change the scripts in place.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="No notes, only what is left.")
+        bool,
+        typer.Option("--quiet", help="Print no notes, only the code that is left."),
     ] = False,
     check: Annotated[
         bool,
@@ -59,29 +58,29 @@ def migrate(
         ),
     ] = False,
     arguments: Annotated[
-        str, typer.Option("--arguments", help="What --check passes to the scripts.")
+        str, typer.Option("--arguments", help="Arguments that --check passes on.")
     ] = "",
     check_seconds: Annotated[
         float,
         typer.Option(
             "--check-seconds",
             min=0.1,
-            help="A script that takes --check longer is ended and reported.",
+            help="The time after which --check stops a script and reports it.",
         ),
     ] = 600.0,
 ) -> None:
     """Port tf.distribute scripts to replicax, Keras 3 and Grain.
 
-    Prints the ported script, and on standard error what could not be ported, with
-    line numbers of the original. In the script those places are marked with comments
-    that begin with "# replicax:".
+    Prints the ported script, and on standard error a report of the code that is left to
+    port by hand, with line numbers of the original. In the ported script, comments that
+    begin with "# replicax:" mark this code.
 
-    With --check, a script of which nothing is left is run on CPUs until its training
-    has executed a step. An error on the way is reported by line of the original.
+    With --check, each script without such code runs on CPUs until it has executed a
+    training step. The report shows an error by its line in the original.
 
-    Exits with status 0 if nothing is left and the script was run to its first training
-    step, with 1 if something is left or the run failed, with 2 if nothing is left and
-    no training step was run, and with 3 if a script cannot be read or is not Python.
+    Exits with status 0 if no code is left and a training step was executed, with 1 if
+    code is left or the run failed, with 2 if no code is left and no training step was
+    executed, and with 3 if a script cannot be read or is not Python.
     """
     if diff and write:
         _refuse("--diff and --write exclude each other: pass one of them.")
@@ -117,7 +116,7 @@ def _files(scripts: list[str]) -> list[str]:
 
 
 def _migrate(file: str, diff: bool, write: bool, quiet: bool, ports: _Ports) -> Status:
-    """Port one script and add it to `ports`; return its status without a check."""
+    """Port one script, add it to `ports`, and return its status before a check."""
     name = "<stdin>" if file == "-" else file
     result = _ported(file)
     if isinstance(result, str):
@@ -129,7 +128,7 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool, ports: _Ports) -> 
         _print_diff(name, source, ported.source)
     elif write and file != "-":
         if ported.source != source:
-            _replace(Path(file).resolve(), ported.source)  # A link stays one.
+            _replace(Path(file).resolve(), ported.source)  # A link stays a link.
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(ported.source)
@@ -149,7 +148,7 @@ def _ported(file: str) -> "tuple[bytes, Ported] | str":
         return source, port_notebook(source) if _is_notebook(file) else port(source)
     except OSError as error:
         return f" cannot be read: {error.strerror}"
-    except SyntaxError as error:  # Only of the encoding; ParserSyntaxError is none.
+    except SyntaxError as error:  # A wrong encoding.
         return f"1: {error.msg}"
     except ParserSyntaxError as error:
         return f"{error.raw_line}:{error.raw_column + 1}: {error.message}"
@@ -162,17 +161,17 @@ def _ported(file: str) -> "tuple[bytes, Ported] | str":
 
 
 def _replace(path: Path, text: bytes) -> None:
-    """Replace a file at once; keep its mode."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(text)
-    shutil.copymode(path, new)
-    new.replace(path)
+    """Replace a file atomically; keep its mode."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_bytes(text)
+    shutil.copymode(path, temporary)
+    temporary.replace(path)
 
 
 def _check(
     ports: _Ports, arguments: Sequence[str], limit_seconds: float
 ) -> dict[str, Status]:
-    """Run the scripts that are wholly ported; return their statuses."""
+    """Run the scripts without code to port by hand; return their statuses."""
     from replicax_migrate.check import check
     from replicax_migrate.notebooks import in_cells
 
@@ -180,7 +179,7 @@ def _check(
     statuses: dict[str, Status] = {}
     for file, (source, ported) in ports.items():
         if ported.left:
-            typer.echo(f"{file}: not checked, as something is left", err=True)
+            typer.echo(f"{file}: not checked, since code is left to port", err=True)
             continue
         original = _code(file, source)
         status, error = check(_path(file), original, texts, arguments, limit_seconds)
@@ -190,8 +189,8 @@ def _check(
             continue
         if _is_notebook(file):
             (error,) = in_cells([error], original)
-        what = "check" if status is Status.LEFT else "not checked"
-        typer.echo(f"{file}:{error.place}: {what}: {error.reason}", err=True)
+        label = "check" if status is Status.LEFT else "not checked"
+        typer.echo(f"{file}:{error.place}: {label}: {error.reason}", err=True)
     return statuses
 
 

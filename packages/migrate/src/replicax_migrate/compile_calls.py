@@ -1,8 +1,8 @@
-"""Ports the arguments of `compile` and `fit`, and the labels in losses and metrics.
+"""Ports the arguments of `compile` and `fit`, and reshapes labels in losses.
 
-`model.fit_generator(data)` becomes `model.fit(data)`. A loss or metric of the script
-gets a first line that reshapes labels `[n]` to `[n, 1]`: Keras 3 does not, and
-broadcasts them with predictions `[n, 1]` to `[n, n]`, without an error.
+`model.fit_generator(data)` becomes `model.fit(data)`. A new first line in losses and
+metrics of the script reshapes labels `[n]` to `[n, 1]`. Keras 3 does not reshape: it
+broadcasts labels `[n]` and predictions `[n, 1]` to `[n, n]`, without an error.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ def port_compile(site: CallSite) -> Expression:
         _makes_masking_layer(site.script, call) for call in site.script.calls
     ):
         site.note(MESSAGES["masked_metrics"])
-    # In Keras 3 `loss_weights` is the third parameter.
+    # In Keras 3, `loss_weights` comes before `metrics`.
     return site.with_args(
         port_keywords(site.name_args(ARGUMENTS["compile"], 2), "compile")
     )
@@ -58,19 +58,20 @@ def plan_metrics(script: Script) -> Edits:
     edits = Edits()
     for call in (c for c in script.calls if method_name(c) == "compile"):
         loss = arg_value(call, 1, "loss")
-        for part in flat_losses(script, loss):  # Keras reshapes for functions.
+        # Keras reshapes labels for functions, not for classes.
+        for part in flat_losses(script, loss):
             _plan_labels(script, edits, methods_named(script, part, "call"))
-        is_wide = "categorical" in script.code(loss).lower() if loss else False
+        is_categorical = "categorical" in script.code(loss).lower() if loss else False
         for metric in flat_losses(script, arg_value(call, 2, "metrics")):
             _plan_labels(script, edits, _metric_functions(script, metric))
-            if not is_wide and _does_not_widen_labels(script, metric):
+            if not is_categorical and _does_not_reshape(script, metric):
                 name = script.code(metric)
                 script.leave(metric, MESSAGES["wide_metric"].format(name=name))
     return edits
 
 
-def _does_not_widen_labels(script: Script, metric: Expression) -> bool:
-    """Whether a metric is one of Keras that does not reshape labels."""
+def _does_not_reshape(script: Script, metric: Expression) -> bool:
+    """Whether a metric of Keras 3 does not reshape labels."""
     path = (
         script.called_path(metric) or script.names.tf_path(metric) or string_of(metric)
     )
@@ -89,26 +90,26 @@ def _plan_labels(
     for function in functions:
         names = [p.name.value for p in function.params.params]
         labels, *rest = names[1:] if names[:1] == ["self"] else names
-        if rest and _needs_wide_labels(script, function, labels):
-            wide = f"{labels}[:, None] if {labels}.ndim < {rest[0]}.ndim == 2"
-            edits.first_lines[function.body] = f"{labels} = {wide} else {labels}"
+        if rest and _depends_on_shape(script, function, labels):
+            value = f"{labels}[:, None] if {labels}.ndim < {rest[0]}.ndim == 2"
+            edits.first_lines[function.body] = f"{labels} = {value} else {labels}"
 
 
 def flat_losses(
     script: Script, node: Expression | None, resolved: bool = False
 ) -> list[Expression]:
-    """The losses or metrics in the nested lists and dicts that `compile` gets."""
+    """The losses or metrics in nested lists and dicts; `resolved`: their values."""
     if node is None:
         return []
     node = script.flow.resolve(node) if resolved else node
-    inner = elements(script, node)
-    return [
-        part for element in inner for part in flat_losses(script, element, resolved)
-    ] or [node]
+    parts = elements(script, node)
+    return [loss for part in parts for loss in flat_losses(script, part, resolved)] or [
+        node
+    ]
 
 
 def _metric_functions(script: Script, node: Expression) -> Iterator[cst.FunctionDef]:
-    """The functions of the script that compute a metric of labels and predictions."""
+    """The functions of the script that compute a metric from labels and predictions."""
     if isinstance(node, cst.Call):
         yield from methods_named(script, node, "update_state")
         for value in returned_values(script, node):
@@ -119,8 +120,8 @@ def _metric_functions(script: Script, node: Expression) -> Iterator[cst.Function
         yield from (f for f in functions if len(f.params.params) == 2)
 
 
-def _needs_wide_labels(script: Script, function: cst.FunctionDef, name: str) -> bool:
-    """Whether a function uses labels, and not only in functions of any shape."""
+def _depends_on_shape(script: Script, function: cst.FunctionDef, name: str) -> bool:
+    """Whether a function passes labels to other code than functions of any shape."""
     uses = [n for n in walk(function.body) if is_name(n, name)]
-    called = (script.called_path(script.call_of_arg(n)) for n in uses)
-    return not all(path.startswith(NAMES["functions_of_any_shape"]) for path in called)
+    paths = (script.called_path(script.call_of_arg(n)) for n in uses)
+    return not all(path.startswith(NAMES["functions_of_any_shape"]) for path in paths)

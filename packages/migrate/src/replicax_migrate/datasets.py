@@ -1,4 +1,4 @@
-"""Finds the datasets of a script, and groups datasets that are made from each other.
+"""Finds the datasets of a script, and groups datasets of one pipeline.
 
 `a = tf.data.Dataset.range(9)` and `b = a.map(f).batch(3)` are one group, with the
 source `range` and the operators `map` and `batch`.
@@ -33,17 +33,17 @@ from replicax_migrate.values import (
 __all__ = ["PipelineGroup", "find_groups"]
 
 _Ancestors: TypeAlias = AbstractSet[cst.CSTNode | Definition]
-"""All expressions and definitions that a dataset is made from."""
+"""The expressions and definitions from which the script makes a dataset."""
 
 
 @dataclass(eq=False)
 class PipelineGroup:
-    """Datasets that are made from each other.
+    """Datasets with common ancestors.
 
     Attributes:
-        sources: Calls that make datasets of data, each with its path.
+        sources: Calls that make a dataset from data, with their paths.
         operators: Calls of methods of datasets, in the order of the text.
-        unknown: Expressions that are taken for datasets only by their use.
+        unknown: Objects of unknown origin whose methods are those of datasets.
         foreign: Calls of `tfds.load`.
     """
 
@@ -59,12 +59,12 @@ class PipelineGroup:
 
 
 def find_groups(script: Script) -> list[PipelineGroup]:
-    """The groups of datasets that are made from each other."""
+    """The groups of datasets with common ancestors."""
     groups: list[_Ancestors] = []
     for call in script.calls:
         if _is_operator(call) or _creates_dataset(script, call):
             chain = _ancestors(script, call)
-            if _is_dataset(script, chain) or _looks_like_one(script, call):
+            if _is_dataset(script, chain) or _looks_like_dataset(script, call):
                 joined = [group for group in groups if not group.isdisjoint(chain)]
                 groups = [group for group in groups if group not in joined]
                 groups.append(frozenset(chain).union(*joined))
@@ -101,25 +101,25 @@ def _is_operator(node: cst.CSTNode) -> bool:
 def _creates_dataset(script: Script, node: cst.CSTNode | Definition) -> bool:
     if not isinstance(node, cst.Call):
         return False
-    makes_one = method_name(node) in NAMES["dataset_makers"]
-    return makes_one or bool(_source_path(script, node)) or _is_tfds_load(script, node)
+    is_maker = method_name(node) in NAMES["dataset_makers"]
+    return is_maker or bool(_source_path(script, node)) or _is_tfds_load(script, node)
 
 
 def _is_dataset(script: Script, chain: _Ancestors) -> bool:
     return any(_creates_dataset(script, node) for node in chain)
 
 
-def _looks_like_one(script: Script, call: Expression) -> bool:
-    """Whether only a dataset can have the methods that are called on an object."""
-    used: set[str] = set()
+def _looks_like_dataset(script: Script, call: Expression) -> bool:
+    """Whether the methods in a chain of calls identify a dataset."""
+    methods: set[str] = set()
     node = call
     while _is_operator(node):
-        used.add(method_name(node))
+        methods.add(method_name(node))
         node = object_of(node)
     if isinstance(node, cst.Name) and script.names.imported(node):
         return False
-    is_telling = len(used) > 1 and not used.isdisjoint(NAMES["telling_methods"])
-    return is_telling or not used.isdisjoint(NAMES["sure_methods"])
+    is_telling = len(methods) > 1 and not methods.isdisjoint(NAMES["telling_methods"])
+    return is_telling or not methods.isdisjoint(NAMES["sure_methods"])
 
 
 def _source_path(script: Script, node: Expression) -> str | None:
@@ -134,12 +134,12 @@ def _is_tfds_load(script: Script, node: cst.Call) -> bool:
     return name.startswith("tensorflow_datasets.") and "load" in name
 
 
-# What datasets are made from.
+# Ancestors of datasets.
 
 
 @ends_at_cycles(frozenset())
 def _ancestors(script: Script, node: Expression) -> _Ancestors:
-    """All that a dataset is made from, itself included."""
+    """A dataset and its ancestors."""
     chain = set[cst.CSTNode | Definition]()
     for source in reachable([node], lambda inner: _direct_ancestors(script, inner)):
         chain.add(source)
@@ -148,7 +148,7 @@ def _ancestors(script: Script, node: Expression) -> _Ancestors:
 
 
 def _direct_ancestors(script: Script, node: Expression) -> list[Expression]:
-    """The expressions that a dataset is made from, one step back."""
+    """The expressions from which a dataset is made directly."""
     match node:
         case cst.Call() if _is_operator(node):
             return [object_of(node), *_operands(script, node)]
@@ -156,7 +156,7 @@ def _direct_ancestors(script: Script, node: Expression) -> list[Expression]:
             return [*_operands(script, node)]
         case cst.Subscript():
             return direct_values(script, node) or [node.value]
-    # For `train, test = load()`, the call itself if its elements are unknown.
+    # For `train, test = load()`, the call if the elements of its result are unknown.
     unpacked = (v for d in definitions(script, node) for v in d.values)
     values = direct_values(script, node) or unpacked
     return [*values, *_returned_by_methods(script, node)]

@@ -1,4 +1,4 @@
-"""The edits that analysis passes return, and that the rewriter applies."""
+"""`Edits`: what the analysis passes return, and the rewriter applies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -21,16 +21,16 @@ class Edits:
         unchanged: Nodes that the rewriter does not visit.
         wrappers: By expression, a template such as `"keras.ops.softmax({x})"` for its
             port.
-        arg_keywords: By positional argument, the keyword that it gets.
+        arg_keywords: By positional argument, the keyword to add.
         dropped_args: Arguments to remove.
         appended_args: By call, an argument to append.
         lines_above: By statement, lines of code to insert above.
         first_lines: By block, a line of code to insert at its start.
         new_names: Names that inserted lines bind.
-        generators: By call, the name of the random generator that it uses.
+        generators: By call, the name of the random generator to pass.
         host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
         traced_functions: Functions and lambdas that a strategy compiles.
-        kept_imports: By imported name whose import stays, its target.
+        kept_imports: By local name whose import stays, its target.
     """
 
     replacements: dict[cst.CSTNode, Callable[[Any], Any]] = field(default_factory=dict)

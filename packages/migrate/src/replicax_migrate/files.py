@@ -1,7 +1,7 @@
-"""Gives file names of models and weights the suffixes that Keras 3 requires.
+"""Adds the suffixes that Keras 3 requires to file names of models and weights.
 
 `model.save("m")` becomes `model.save("m.keras")`. A name changes only if all its
-possible endings are literals that name nothing else. Keras refuses other names itself.
+possible endings are literals without other uses. Keras refuses other names.
 """
 
 from collections import defaultdict
@@ -32,13 +32,13 @@ __all__ = ["plan_files"]
 _MODEL_SUFFIXES = (".keras", ".h5")
 """Suffixes of files of whole models."""
 _WEIGHT_SUFFIXES = (".weights.h5",)
-"""Suffixes of files of weights alone."""
+"""Suffixes of files of weights."""
 _Path: TypeAlias = tuple[Expression, tuple[str, ...]]
-"""The name of a file, and the suffixes that it may have; none if it is only read."""
+"""The name of a file, and its possible suffixes; no suffix if a call reads the file."""
 
 
 def plan_files(script: Script) -> Edits:
-    """Plan suffixes for literals that name only files of models and weights."""
+    """Plan suffixes for literals whose only uses are names of models and weights."""
     edits = Edits()
     paths = list(_paths(script))
     path_nodes = {node for path, _ in paths for node in _path_ends(script, path)}
@@ -50,12 +50,12 @@ def plan_files(script: Script) -> Edits:
     literals = {literal for group in groups.values() for literal, _ in group}
     others = [string_of(n) for n in script.nodes(cst.SimpleString) if n not in literals]
     for text, group in groups.items():
-        written = {suffixes for _, suffixes in group if suffixes}
-        # Other literals may name the file too, such as `cp.index`.
-        is_elsewhere = any(other.startswith(text.rstrip("/")) for other in others)
-        if len(written) != 1 or is_elsewhere:
+        suffixes_of_writers = {suffixes for _, suffixes in group if suffixes}
+        # Another literal such as `cp.index` may also name the file.
+        has_other_names = any(other.startswith(text.rstrip("/")) for other in others)
+        if len(suffixes_of_writers) != 1 or has_other_names:
             continue
-        (suffixes,) = written
+        (suffixes,) = suffixes_of_writers
         if not text.endswith(suffixes):
             for literal in {literal for literal, _ in group}:
                 _plan_suffix(script, edits, literal, suffixes[0])
@@ -85,7 +85,7 @@ def _paths(script: Script) -> Iterator[_Path]:
 
 
 def _path_ends(script: Script, path: Expression) -> list[Expression]:
-    """A file name, and all expressions that it may end with."""
+    """A file name, and all expressions that may be its ending."""
 
     def last_part(node: Expression) -> list[Expression]:
         if (
@@ -102,7 +102,7 @@ def _path_ends(script: Script, path: Expression) -> list[Expression]:
 
 
 def _argument_returned(script: Script, call: cst.Call, value: Expression) -> Expression:
-    """The argument that ends the result of a call; else the result `value`."""
+    """The argument at the end of the result `value` of a call; else `value`."""
     ends = set(_path_ends(script, value))
     for function in script.functions(last_name(call.func)):
         for position, param in enumerate(function.params.params):
@@ -114,7 +114,7 @@ def _argument_returned(script: Script, call: cst.Call, value: Expression) -> Exp
 
 
 def _literals(nodes: list[Expression]) -> list[cst.SimpleString]:
-    """The literals among nodes; none if one of the nodes has an unknown text."""
+    """The literals among nodes; empty if one of the nodes has an unknown text."""
     unknown = (cst.FormattedString, cst.BinaryOperation, cst.Subscript)
     if any(isinstance(node, unknown) for node in nodes):
         return []
@@ -124,15 +124,15 @@ def _literals(nodes: list[Expression]) -> list[cst.SimpleString]:
 def _has_no_other_use(
     script: Script, path: Expression, path_nodes: set[Expression]
 ) -> bool:
-    """Whether the variables in a file name are only used in known file names."""
+    """Whether the variables in a file name have no uses outside of file names."""
     reaching = [
         d for node in _path_ends(script, path) for d in script.flow.reaching(node)
     ]
     uses = {use for definition in reaching for use in script.flow.uses(definition)}
-    return all(use in path_nodes or _is_shown(script, use) for use in uses)
+    return all(use in path_nodes or _is_harmless(script, use) for use in uses)
 
 
-def _is_shown(script: Script, use: cst.CSTNode) -> bool:
+def _is_harmless(script: Script, use: cst.CSTNode) -> bool:
     """Whether a use prints a file name, or reads its folder or last part."""
     call = script.call_of_arg(use)
     name = dotted_name(call.func) if call is not None else None
@@ -145,8 +145,8 @@ def _plan_suffix(
     stem = literal.raw_value.rstrip("/")
     if suffix in _WEIGHT_SUFFIXES:
         stem = stem.removesuffix(".h5")
-    elif stem.endswith(".hdf5"):  # The same format, by the suffix that Keras 3 takes.
+    elif stem.endswith(".hdf5"):  # Keras 3 accepts the format only as `.h5`.
         stem, suffix = stem.removesuffix(".hdf5"), ".h5"
     text = f"{literal.prefix}{literal.quote}{stem}{suffix}{literal.quote}"
-    script.note(literal, f"Keras 3 wants a file name that ends with {suffix}: {text}")
+    script.note(literal, f"Keras 3 requires a name that ends with {suffix}: {text}")
     edits.replacements[literal] = lambda updated: cst.SimpleString(text)

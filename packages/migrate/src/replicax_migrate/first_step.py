@@ -1,15 +1,15 @@
-"""Runs a ported script on CPU devices until its training has executed a step.
+"""Runs a ported script on CPU devices until it has executed a training step.
 
 `check` starts `python -m replicax_migrate.first_step OUTCOME SCRIPT [ARGUMENT ...]`.
 The process writes the file OUTCOME, such as `[1, 9, "ValueError: ..."]`: the exit
 status, a line of the script, and the reason.
 
-A callback in the update of each optimizer counts the executed updates. At the second
-update the first step has ended and the next batch was read, so the process exits.
+A callback in the update of each optimizer counts the executed updates. The process
+exits at the second update: by then, the first step has ended.
 
 In a cluster with a parameter server, the worker and the server run this module. The
-server makes the updates, and writes the outcome at the first update. The worker writes
-it if the script fails or ends before.
+server updates the parameters, and writes OUTCOME at the first update. The worker writes
+OUTCOME if the script fails or ends earlier.
 """
 
 import functools
@@ -35,15 +35,15 @@ from replicax_migrate.command import Status
 
 __all__ = ["main"]
 
-_STANDS_ON = ("grain", "jax", "keras", "numpy", "replicax", "tensorflow")
+_DEPENDENCIES_OF_PORTS = ("grain", "jax", "keras", "numpy", "replicax", "tensorflow")
 
 
-class _Training:
+class _UpdateCounter:
     """Counts the executed updates of optimizers.
 
     Args:
         reached: Called by a thread of JAX after enough updates.
-        is_server: Whether one update is enough; otherwise an optimizer needs two.
+        is_server: True if one update is enough, False if two are needed.
     """
 
     def __init__(self, reached: Callable[[], None], *, is_server: bool) -> None:
@@ -55,13 +55,13 @@ class _Training:
         """Patch all optimizers of Keras to count their updates."""
         owner = next(c for c in keras.Optimizer.__mro__ if "apply" in vars(c))
         original = owner.apply
-        numbers = itertools.count()
+        trace_numbers = itertools.count()
 
         @functools.wraps(original)
         def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            # A gradient tape traces a step several times: each trace has a count.
+            # A gradient tape traces a step several times: count each trace apart.
             is_traced = isinstance(optimizer.iterations.value, Tracer)
-            key = next(numbers) if is_traced else -id(optimizer)
+            key = next(trace_numbers) if is_traced else -id(optimizer)
             jax.debug.callback(functools.partial(self._count, key))
             return original(optimizer, *args, **kwargs)
 
@@ -69,13 +69,13 @@ class _Training:
 
     def _count(self, key: int) -> None:
         self.counts[key] += 1
-        # Each device calls this method once for an update.
+        # Each device calls this method once per update.
         if self._is_server or self.counts[key] > jax.local_device_count():
             self._reached()
 
 
 def main() -> None:
-    """Run the script that the command line names, and write its outcome as JSON."""
+    """Run SCRIPT, and write its outcome as JSON."""
     outcome, script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
@@ -86,10 +86,10 @@ def main() -> None:
 
     def write(status: Status, line: int = 1, reason: str = "") -> None:
         if Path(outcome).exists():
-            return  # The other task of the cluster has written it.
-        new = Path(f"{outcome}.{os.getpid()}")
-        new.write_text(json.dumps([status, line, reason]), "utf-8")
-        new.replace(outcome)
+            return  # The cluster's other task has already written OUTCOME.
+        temporary = Path(f"{outcome}.{os.getpid()}")
+        temporary.write_text(json.dumps([status, line, reason]), "utf-8")
+        temporary.replace(outcome)
 
     def reached() -> None:
         write(Status.RUN)
@@ -98,30 +98,30 @@ def main() -> None:
 
     if not has_servers:
         rx.set_logical_devices(2)
-    training = _Training(reached, is_server=is_server)
-    training.watch()
+    updates = _UpdateCounter(reached, is_server=is_server)
+    updates.watch()
     error: BaseException | None = None
     try:
         with nullcontext() if has_servers else using_devices(jax.devices("cpu")):
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         error = end if end.code not in (None, 0) else None
-    except BaseException as failure:  # noqa: BLE001 - It is the outcome.
+    except BaseException as failure:  # noqa: BLE001 - OUTCOME reports it.
         error = failure
     jax.effects_barrier()
-    status = Status.RUN if training.counts else Status.NOT_RUN
+    status = Status.RUN if updates.counts else Status.NOT_RUN
     if error is not None:
-        status = status if _is_absence(error) else Status.LEFT
+        status = status if _is_missing_input(error) else Status.LEFT
         write(status, _line(error, script), _text(error))
     elif not is_server:
         write(status)
 
 
-def _is_absence(error: BaseException) -> bool:
+def _is_missing_input(error: BaseException) -> bool:
     """Whether an error means that data, a package or an argument is missing."""
     for cause in _chain(error):
         if isinstance(cause, ModuleNotFoundError):
-            return not (cause.name or "").startswith(_STANDS_ON)
+            return not (cause.name or "").startswith(_DEPENDENCIES_OF_PORTS)
         if isinstance(cause, OSError):
             return True
     # `argparse` exits with 2.
@@ -145,9 +145,9 @@ def _line(error: BaseException, script: str) -> int:
 
 
 def _text(error: BaseException) -> str:
-    """An error in one line, as Python prints it, without Keras' list of arguments."""
+    """The last line of a traceback, without the arguments that Keras appends."""
     if isinstance(error, SystemExit):
-        return f"it exits with status {error.code!r}"
+        return f"the script exits with status {error.code!r}"
     text = f"{type(error).__name__}: {error}".partition("Arguments received")[0]
     return " ".join(text.split())[:400]
 

@@ -1,6 +1,6 @@
-"""Reaching definitions: which bindings of a variable each use may see.
+"""Reaching definitions: the bindings whose value a use of a variable may have.
 
-After `x = a` and `if c: x = b`, a use of `x` is reached by both definitions.
+After `x = a` and `if c: x = b`, both definitions reach a use of `x`.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ __all__ = ["Definition", "Flow"]
 _Key: TypeAlias = tuple[int, str]
 _Environment: TypeAlias = dict[_Key, frozenset["Definition"]]
 _NONE: frozenset["Definition"] = frozenset()
-_Given = TypeVar("_Given", bound=cst.BaseExpression | None)
+_Expression = TypeVar("_Expression", bound=cst.BaseExpression | None)
 
 
 @dataclass(eq=False)
@@ -25,8 +25,8 @@ class Definition:
     """One binding of a variable.
 
     Attributes:
-        node: The name or `self.x` that is bound.
-        values: The expressions that may be bound, as far as the script shows them.
+        node: The bound name, or `self.x`.
+        values: The known expressions that the name may be bound to.
         index: In `a, b = f()`, the position of the name; else None.
     """
 
@@ -36,11 +36,11 @@ class Definition:
 
 
 class Flow:
-    """The definitions in a script, and for each use those that reach it.
+    """The definitions in a script, and by use, the definitions that reach the use.
 
     The analysis follows statements in order, merges branches, and repeats loops once.
-    All bindings of an outer variable reach a use in a function, and all bindings of an
-    attribute of `self` reach each use in the class.
+    All bindings of an outer variable reach the uses in a function. All bindings of an
+    attribute of `self` reach all uses in the class.
 
     Attributes:
         definitions: All definitions, in the order of the analysis.
@@ -76,7 +76,7 @@ class Flow:
         return self._reaching.get(use, _NONE)
 
     def definition_of(self, node: cst.CSTNode) -> Definition | None:
-        """The definition whose bound name is `node`; None if there is none."""
+        """The definition that binds the name `node`; None for other nodes."""
         return self._by_node.get(node)
 
     def attributes(self, owner: cst.ClassDef, name: str) -> list[Definition]:
@@ -92,13 +92,13 @@ class Flow:
         return self._uses.get(definition, [])
 
     def values(self, node: cst.CSTNode | None) -> list[cst.BaseExpression]:
-        """The expressions that may be bound to a variable, as far as they are shown."""
+        """The known expressions that a variable may be bound to."""
         return [
             value for definition in self.reaching(node) for value in definition.values
         ]
 
     def value(self, node: cst.CSTNode | None) -> cst.BaseExpression | None:
-        """The only expression bound to a variable; None if there may be more."""
+        """The only expression that a variable may be bound to; else None."""
         match [
             (definition.values, definition.index) for definition in self.reaching(node)
         ]:
@@ -106,17 +106,17 @@ class Flow:
                 return value
         return None
 
-    def resolve(self, node: _Given) -> _Given | cst.BaseExpression:
-        """The only value of a variable; the node itself if there is no only value."""
+    def resolve(self, node: _Expression) -> _Expression | cst.BaseExpression:
+        """The only value of a variable; for other expressions, the node itself."""
         return self.value(node) or node
 
-    # Statements. Each method maps the environment before a statement to that after it,
-    # or to None if control flow does not reach the next statement.
+    # Statements. Each method maps the environment before a statement to the environment
+    # after it; None if control flow does not reach the next statement.
 
     def _block(
         self, body: Sequence[cst.CSTNode], env: _Environment | None
     ) -> _Environment | None:
-        for statement in body:  # Unreachable statements count, too.
+        for statement in body:  # Also statements that control flow does not reach.
             env = self._statement(statement, env if env is not None else {})
         return env
 
@@ -151,9 +151,9 @@ class Flow:
             cases = [self._statement(case.body, dict(env)) for case in node.cases]
             return _merged([env, *cases])
         self._read(node.test, env)
-        after = self._statement(node.body, dict(env))
-        other = self._statement(node.orelse, dict(env)) if node.orelse else env
-        return _merged([after, other])
+        after_if = self._statement(node.body, dict(env))
+        after_else = self._statement(node.orelse, dict(env)) if node.orelse else env
+        return _merged([after_if, after_else])
 
     def _small(self, node: cst.CSTNode, env: _Environment) -> _Environment | None:
         match node:
@@ -199,32 +199,32 @@ class Flow:
 
     def _loop(self, node: cst.For | cst.While, env: _Environment) -> _Environment:
         self._read(node.iter if isinstance(node, cst.For) else node.test, env)
-        around = env
-        for _ in range(2):  # Bindings of one iteration reach the next one.
-            inside = dict(around)
+        merged = env
+        for _ in range(2):  # Bindings of an iteration reach the next iteration.
+            body_env = dict(merged)
             if isinstance(node, cst.For):
-                self._bind(node.target, None, inside)
+                self._bind(node.target, None, body_env)
             else:
-                self._read(node.test, inside)
+                self._read(node.test, body_env)
             self._loops.append([])
-            after = self._statement(node.body, inside)
-            around = _merged([around, after, *self._loops.pop()]) or {}
+            after = self._statement(node.body, body_env)
+            merged = _merged([merged, after, *self._loops.pop()]) or {}
         if node.orelse:
-            return _merged([around, self._statement(node.orelse, dict(around))]) or {}
-        return around
+            return _merged([merged, self._statement(node.orelse, dict(merged))]) or {}
+        return merged
 
     def _try(self, node: cst.Try | cst.TryStar, env: _Environment) -> _Environment:
-        points, inside = [dict(env)], dict(env)
+        # An error may leave the body after each statement.
+        raising, body_env = [dict(env)], dict(env)
         for statement in node.body.body:
-            inside = self._statement(statement, inside) or {}
-            points.append(dict(inside))
-        last = self._statement(node.orelse, inside) if node.orelse else inside
-        ends = [last]
+            body_env = self._statement(statement, body_env) or {}
+            raising.append(dict(body_env))
+        ends = [self._statement(node.orelse, body_env) if node.orelse else body_env]
         for handler in node.handlers:
-            begin = _merged(points) or {}
+            handler_env = _merged(raising) or {}
             if handler.type:
-                self._read(handler.type, begin)
-            ends.append(self._statement(handler.body, begin))
+                self._read(handler.type, handler_env)
+            ends.append(self._statement(handler.body, handler_env))
         after = _merged(ends) or {}
         if node.finalbody:
             after = self._statement(node.finalbody, after) or {}
@@ -273,7 +273,7 @@ class Flow:
         return self._by_node[node]
 
     def _self_key(self, node: cst.CSTNode) -> _Key | None:
-        """The key of `self.x`, one for each class."""
+        """The key of `self.x` in the current class; None for other nodes."""
         match node:
             case cst.Attribute(value=cst.Name("self"), attr=cst.Name(name)):
                 return (self._class, f"self.{name}")
@@ -324,7 +324,7 @@ class Flow:
 
 
 def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """The children that evaluation reads: not keywords or names of attributes."""
+    """The children that Python evaluates: not keywords or names of attributes."""
     match node:
         case cst.Arg() | cst.Attribute():
             return [node.value]
@@ -339,17 +339,17 @@ def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
 def _arguments(
     parameters: Sequence[cst.Param], call: cst.Call
 ) -> Iterator[tuple[cst.Name, cst.BaseExpression]]:
-    """Pairs of parameter name and argument of a call."""
-    named = {param.name.value: param.name for param in parameters}
-    by_position = dict(enumerate(named.values()))
+    """Pairs of the name of a parameter and the argument of a call."""
+    by_keyword = {param.name.value: param.name for param in parameters}
+    by_position = dict(enumerate(by_keyword.values()))
     for i, arg in enumerate(call.args):
-        name = named.get(arg.keyword.value) if arg.keyword else by_position.get(i)
+        name = by_keyword.get(arg.keyword.value) if arg.keyword else by_position.get(i)
         if name is not None and not arg.star:
             yield name, arg.value
 
 
 def _merged(environments: Iterable[_Environment | None]) -> _Environment | None:
-    """The union of the environments after branches; None if all of them leave."""
+    """The union of environments; None if all are None."""
     live = [env for env in environments if env is not None]
     if not live:
         return None

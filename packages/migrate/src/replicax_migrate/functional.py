@@ -1,7 +1,7 @@
 """Reports `training=False` that a functional model ignores.
 
 After `outputs = base(keras.Input(...), training=False)`, a functional model of Keras
-before 3.16 calls `base` with its own `training`, without an error.
+before 3.16 passes its own `training` to `base`, without an error.
 """
 
 from collections.abc import Iterable
@@ -31,12 +31,12 @@ __all__ = [
 
 
 def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
-    """The layers in the call of a `Sequential`, and those that `add` appends."""
+    """The layers in the call of a `Sequential`, and the layers that `add` appends."""
     uses = map(script.method_call, script.uses_of(sequential))
-    added = sorted((c for c in uses if method_name(c) == "add" and c), key=script.line)
+    adds = sorted((c for c in uses if method_name(c) == "add" and c), key=script.line)
     value = arg_value(sequential, 0, "layers")
-    listed = elements(script, value) if value is not None else []
-    return [*listed, *(arg.value for call in added for arg in call.args)]
+    layers = elements(script, value) if value is not None else []
+    return [*layers, *(arg.value for call in adds for arg in call.args)]
 
 
 def report_functional(script: Script) -> None:
@@ -55,7 +55,7 @@ def report_functional(script: Script) -> None:
 
 
 def is_symbolic(script: Script, node: Expression) -> bool:
-    """Whether an expression is computed from a `keras.Input` or a model's output."""
+    """Whether an expression depends on a `keras.Input` or a model's output."""
     sources = reachable([node], lambda source: _computed_from(script, source))
     return any(_is_symbolic_source(script, source) for source in sources)
 
@@ -67,7 +67,7 @@ def _is_symbolic_source(script: Script, node: Expression) -> bool:
 
 
 def _computed_from(script: Script, node: Expression) -> Iterable[Expression]:
-    """The expressions that a tensor is computed from, one step back."""
+    """The expressions from which the code directly computes a tensor."""
     if not isinstance(node, cst.Call):
         return [*operands(node), *elements_of(node), *direct_values(script, node)]
     path = script.called_path(node)
@@ -77,7 +77,7 @@ def _computed_from(script: Script, node: Expression) -> Iterable[Expression]:
 
 
 def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
-    """Whether `training=False` has no effect: the model is frozen, without dropout.
+    """Whether `training=False` has no effect: for a frozen model without dropout.
 
     Frozen batch normalization uses its moving statistics.
     """
@@ -85,13 +85,13 @@ def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
     path, _, name = script.called_path(model).rpartition(".")
     if not isinstance(model, cst.Call) or not path.startswith("keras.applications"):
         return False
-    frozen = f"{script.code(node.func)}.trainable"
-    assigned = [
+    attribute = f"{script.code(node.func)}.trainable"
+    flags = [
         assign.value
         for assign in script.nodes(cst.Assign)
-        if script.code(assign.targets[0].target) == frozen
+        if script.code(assign.targets[0].target) == attribute
     ]
-    is_still = bool(assigned) and all(is_name(assign, "False") for assign in assigned)
-    is_plain = name.startswith(NAMES["without_dropout"]) and "MobileNetV3" not in name
+    is_frozen = bool(flags) and all(is_name(flag, "False") for flag in flags)
+    no_dropout = name.startswith(NAMES["without_dropout"]) and "MobileNetV3" not in name
     has_no_top = is_name(kwarg_value(model, "include_top"), "False")
-    return is_still and is_plain and has_no_top and is_name(value, "False")
+    return is_frozen and no_dropout and has_no_top and is_name(value, "False")

@@ -1,12 +1,12 @@
-"""Scales the losses of a `train_step`, whose gradients TensorFlow sums over replicas.
+"""Scales losses of a `train_step`: TensorFlow sums their gradients over replicas.
 
 `tape.gradient(loss, v)` becomes
-`tape.gradient(loss * rx.get_strategy().num_replicas_in_sync, v)` if the step computes
-the loss itself, such as by `tf.reduce_mean`: `fit` of replicax averages gradients, and
-this average is TensorFlow's sum. The logged value stays.
+`tape.gradient(loss * rx.get_strategy().num_replicas_in_sync, v)` if the script computes
+the loss, such as by `tf.reduce_mean`: the `fit` of replicax averages gradients, and the
+average of the scaled gradients is TensorFlow's sum. The logged value stays.
 
 Results of `compute_loss`, losses of Keras and `compute_average_loss` stay: TensorFlow
-divides them by the number of replicas, and replicax scales them for `fit`.
+divides these losses by the number of replicas, and replicax scales them for `fit`.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ from replicax_migrate.values import (
 __all__ = ["plan_gradient_sums"]
 
 _Term: TypeAlias = Literal["own", "scaled", "unknown"]
-"""Who computes a term of a loss: the script, or a function that scales it."""
+"""The origin of a term of a loss: the script, or a function that scales losses."""
 _Terms: TypeAlias = frozenset[_Term]
 _NONE: _Terms = frozenset()
 _OWN: _Terms = frozenset(["own"])
@@ -75,7 +75,7 @@ def _steps(script: Script) -> list[cst.FunctionDef]:
 
 
 def plan_gradient_sums(script: Script) -> Edits:
-    """Plan factors on the losses of `train_step`s; report losses of unknown scale."""
+    """Plan factors on the losses of `train_step`s; report losses of unknown origin."""
     edits = Edits()
     steps = _steps(script)
     if not steps or not _may_have_replicas(script):
@@ -111,7 +111,7 @@ def _plan_loss(
     edits: Edits,
     call: cst.Call,
     name: str,
-    changed: cst.Call | None = None,
+    changed_at: cst.Call | None = None,
 ) -> None:
     """Plan a factor on the loss that a call differentiates, or report the call.
 
@@ -120,14 +120,14 @@ def _plan_loss(
         edits: Receives the factor.
         call: A call of `tape.gradient`, or of `minimize` with a tape.
         name: The keyword of the loss, the first argument.
-        changed: The call that applies the gradients, if the step changes them before.
+        changed_at: The call that applies the gradients, if the step changed them.
     """
     loss = arg_value(call, 0, name)
     terms = _terms(script, loss) if loss is not None else _UNKNOWN
     if terms not in {_OWN, _SCALED}:
         script.leave(call, MESSAGES["summed_gradients"])
-    elif terms == _OWN and changed is not None:
-        script.leave(changed, MESSAGES["changed_gradients"])
+    elif terms == _OWN and changed_at is not None:
+        script.leave(changed_at, MESSAGES["changed_gradients"])
     elif terms == _OWN:
         arg = next(arg for arg in call.args if arg.value is loss)
         edits.replacements[arg] = lambda updated: _times_replicas(script, updated)
@@ -135,27 +135,27 @@ def _plan_loss(
 
 
 def _times_replicas(script: Script, updated: cst.Arg) -> cst.Arg:
-    is_open = isinstance(updated.value, cst.BinaryOperation | cst.IfExp)
-    value = parenthesized(updated.value) if is_open else updated.value
+    is_operation = isinstance(updated.value, cst.BinaryOperation | cst.IfExp)
+    value = parenthesized(updated.value) if is_operation else updated.value
     text = "{loss} * rx.get_strategy().num_replicas_in_sync"
     return updated.with_changes(value=script.template(text, loss=value))
 
 
-# Gradients that are applied.
+# The gradients in a call of `apply_gradients`.
 
 
 def _gradients(script: Script, node: Expression) -> dict[cst.Call, bool]:
     """The calls of `tape.gradient` whose results an expression contains.
 
     Returns:
-        By call, whether the step changes the result on the way, such as clips it.
+        By call, whether the step then changes the result, such as by clipping.
     """
 
-    def sources(step: tuple[Expression, bool]) -> Iterator[tuple[Expression, bool]]:
-        source, is_changed = step
+    def sources(item: tuple[Expression, bool]) -> Iterator[tuple[Expression, bool]]:
+        source, is_changed = item
         if method_name(source) != "gradient":
-            inside, changes = _gradient_sources(script, source)
-            yield from ((x, is_changed or changes) for x in inside)
+            origins, changes = _gradient_sources(script, source)
+            yield from ((x, is_changed or changes) for x in origins)
 
     calls: dict[cst.Call, bool] = {}
     for source, is_changed in reachable([(node, False)], sources):
@@ -167,7 +167,7 @@ def _gradients(script: Script, node: Expression) -> dict[cst.Call, bool]:
 def _gradient_sources(
     script: Script, node: Expression
 ) -> tuple[list[Expression], bool]:
-    """The expressions that gradients come from, one step back; whether they change."""
+    """The direct sources of gradients, and whether the node changes the gradients."""
     if isinstance(node, cst.Call):
         if values := [*returned_values(script, node)]:
             return values, False
@@ -190,7 +190,7 @@ def _gradient_sources(
 
 @ends_at_cycles(_NONE)
 def _terms(script: Script, node: Expression) -> _Terms:
-    """Who computes the terms of a loss; empty for a number."""
+    """The origins of the terms of a loss; empty for a number."""
     if isinstance(node, cst.Call):
         return _terms_of_call(script, node)
     if isinstance(node, cst.IfExp):
@@ -216,7 +216,7 @@ def _terms_of_definition(script: Script, definition: Definition) -> _Terms:
     calls = [value for value in definition.values if isinstance(value, cst.Call)]
     if index is None or not calls:
         return _terms_of_all(script, *definition.values)
-    # One element of what a function returns.
+    # One element of the tuple that a function returns.
     results = [elements_of(x) for call in calls for x in returned_values(script, call)]
     if not results or any(len(parts) <= index for parts in results):
         return _UNKNOWN
@@ -229,8 +229,8 @@ def _terms_of_call(script: Script, node: cst.Call) -> _Terms:
     if path in NAMES["scaled_losses"]:
         return _SCALED
     if path or is_name(node.func, "sum", "float"):
-        inside = _terms_of_all(script, *arguments)
-        return inside if "scaled" in inside else _OWN
+        terms = _terms_of_all(script, *arguments)
+        return terms if "scaled" in terms else _OWN
     is_loss = method in {"compute_loss", "compiled_loss"}
     if is_loss and not methods_named(script, object_of(node), method):
         return _SCALED
@@ -261,13 +261,13 @@ def _returned_by(script: Script, name: str) -> list[Expression]:
 
 
 def _passed_values(script: Script, node: Expression) -> list[Expression]:
-    """The arguments that callers pass for the parameter behind an expression.
+    """The arguments that callers pass for the parameter that an expression holds.
 
     For `self.loss_fn = loss_fn` in `def compile(self, loss_fn)`, these are the
     arguments of `model.compile(...)`.
     """
     values = [v for d in definitions(script, node) for v in d.values]
-    passed: list[Expression] = []
+    arguments: list[Expression] = []
     for definition in (
         d for expression in [node, *values] for d in definitions(script, expression)
     ):
@@ -281,9 +281,9 @@ def _passed_values(script: Script, node: Expression) -> list[Expression]:
         name = param.name.value
         position = names.index(name) - 1 if name in names else len(names)
         calls = (c for c in script.calls if method_name(c) == function.name.value)
-        arguments = [arg_value(call, position, name) for call in calls]
-        passed += [value for value in arguments if value is not None]
-    return passed
+        passed = [arg_value(call, position, name) for call in calls]
+        arguments += [value for value in passed if value is not None]
+    return arguments
 
 
 def _terms_of_loss(script: Script, loss: Creation) -> _Terms:
@@ -296,7 +296,7 @@ def _terms_of_loss(script: Script, loss: Creation) -> _Terms:
 
 
 def _is_unreduced(script: Script, loss: Expression) -> bool:
-    """Whether a call makes a loss with one value for each example."""
+    """Whether a call makes a loss function that returns one value per example."""
     if not isinstance(loss, cst.Call):
         return False
     reduction = kwarg_value(loss, "reduction")

@@ -1,10 +1,10 @@
-"""Ports host functions: those that an input pipeline maps, and that run on NumPy.
+"""Ports host functions, which an input pipeline maps, to NumPy.
 
 `tf.cast(x, tf.float32)` becomes `x.astype("float32")`. A function that draws random
 numbers gets the generator of Grain's `random_map` as its last argument.
 
-A `StringLookup` of a list of words, which Keras makes with TensorFlow, becomes a
-dictionary with the same indices: the words of the list count from 1, others get 0.
+A `StringLookup` with a list of words becomes a dictionary with the same indices: 1, 2,
+... for the words of the list, 0 for other words.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,9 +65,9 @@ def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
 
 
 def partial_of(script: Script, node: Expression) -> Expression | None:
-    """The function in `functools.partial(function, x=1)`; None for other expressions.
+    """The function in `functools.partial(function, x=1)`.
 
-    `functools.partial(function, 1)` counts as another expression.
+    None for other expressions, also for `functools.partial(function, 1)`.
     """
     if not isinstance(node, cst.Call) or not node.args:
         return None
@@ -85,7 +85,7 @@ def host_problem(script: Script, function: cst.CSTNode) -> str | None:
     for node in find(function, cst.Name, cst.Attribute):
         path = script.called_path(script.flow.value(node))
         if path in NEED_TENSORFLOW and path not in NAMES["lookups"]:
-            return f"{name} uses `{script.code(node)}`, which Keras makes with it"
+            return f"{name} uses `{script.code(node)}`, which needs TensorFlow"
         is_static = is_static_shape(script, script.parent(node))
         if attr_of(node) in {"set_shape", "get_shape", "eval"} and not is_static:
             return f"{name} uses .{attr_of(node)}, {_NO_COUNTERPART}"
@@ -97,22 +97,22 @@ def _references(
 ) -> Iterator[tuple[cst.CSTNode, str]]:
     """The longest dotted names of TensorFlow in a function, with their paths."""
 
-    def inside(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    def children(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
         if script.names.tf_path(node) is not None:
             return ()
         return [node.value] if isinstance(node, cst.Attribute) else node.children
 
     is_def = isinstance(function, cst.FunctionDef)
-    parts = [function.params, function.body] if is_def else function.children
-    for node in reachable(parts, inside):
+    roots = [function.params, function.body] if is_def else function.children
+    for node in reachable(roots, children):
         if (path := script.names.tf_path(node)) is not None:
             yield node, path
 
 
 def _name_problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
-    """Why a name of TensorFlow cannot be ported to NumPy; None if it can."""
+    """Why the port to NumPy cannot replace a name; None if it can."""
     call, target = script.call_of(node), EXACT.get(path)
-    is_there = path.removeprefix("dtypes.") in NAMES["dtypes"] or path == "Tensor"
+    is_portable = path.removeprefix("dtypes.") in NAMES["dtypes"] or path == "Tensor"
     if call is not None:
         if path in HOST_RULES:
             try:
@@ -121,10 +121,10 @@ def _name_problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
                 return f"cannot be ported: {why.reason}"
             return None
         target = find_target(path) or ""
-        is_there = path in HOST_OPERATORS or target.startswith(NAMES["host_modules"])
+        is_portable = path in HOST_OPERATORS or target.startswith(NAMES["host_modules"])
     elif target is not None:
-        is_there = is_there or not is_dotted(target) or not exists(target)
-    return None if is_there else f"uses tf.{path}, {_NO_COUNTERPART}"
+        is_portable = is_portable or not is_dotted(target) or not exists(target)
+    return None if is_portable else f"uses tf.{path}, {_NO_COUNTERPART}"
 
 
 def _name_of(function: cst.CSTNode) -> str:
@@ -133,7 +133,7 @@ def _name_of(function: cst.CSTNode) -> str:
 
 
 def plan_copies(script: Script, edits: Edits, function: cst.CSTNode) -> None:
-    """Plan `image = image / 255` for `image /= 255`, which would change the data."""
+    """Plan `image = image / 255` for `image /= 255`, which changes the source array."""
     if not isinstance(function, cst.FunctionDef):
         return
     parameters = {p.name.value for p in function.params.params}
@@ -152,15 +152,15 @@ def example_function(
     Args:
         script: The script.
         node: The original function.
-        updated: The ported one.
-        generator: The name of its last argument, a random generator, if it has one.
+        updated: The ported function.
+        generator: The name of the last argument, if it is a random generator.
 
     Returns:
-        The function; None if the number of its arguments is unknown.
+        The function; None if the script does not show how many arguments it has.
     """
-    others = [generator] if generator else []
+    extra = [generator] if generator else []
     if isinstance(updated, cst.Lambda):
-        return _lambda_of_example(updated, others)
+        return _lambda_of_example(updated, extra)
     called = partial_of(script, node) or node
     is_method = isinstance(called, cst.Attribute)
     keywords = (
@@ -172,9 +172,9 @@ def example_function(
         return updated
     if len(numbers) != 1 or 0 in numbers:
         return None
-    passed = [cst.Arg(cst.Name("example"), star="*")]
-    passed += [cst.Arg(cst.Name(name)) for name in others]
-    return cst.Lambda(_parameters("example", *others), cst.Call(updated, passed))
+    args = [cst.Arg(cst.Name("example"), star="*")]
+    args += [cst.Arg(cst.Name(name)) for name in extra]
+    return cst.Lambda(_parameters("example", *extra), cst.Call(updated, args))
 
 
 def _has_star(function: cst.FunctionDef | cst.Lambda) -> bool:
@@ -186,7 +186,7 @@ def _num_parameters(
 ) -> int:
     params = function.params.params
     if _has_star(function) and not params:
-        return 2  # `*example` takes a tuple's elements one by one.
+        return 2  # `*example` receives the elements of a tuple, as 2 parameters do.
     required = [p for p in params if p.default is None and p.name.value not in keywords]
     return len(required) - int(is_method)
 
@@ -195,16 +195,16 @@ def _parameters(*names: str) -> cst.Parameters:
     return cst.Parameters([cst.Param(cst.Name(name)) for name in names])
 
 
-def _lambda_of_example(function: cst.Lambda, others: list[str]) -> cst.Lambda | None:
+def _lambda_of_example(function: cst.Lambda, extra: list[str]) -> cst.Lambda | None:
     params = function.params.params
     if _has_star(function) or any(p.default for p in params):
         return None
     names = [p.name.value for p in params]
     if len(names) == 1:
-        return function.with_changes(params=_parameters(*names, *others))
+        return function.with_changes(params=_parameters(*names, *extra))
     name = unused_name(names_in(function.body), "example", "example_")
     body = function.body.visit(_ElementsOfExample(names, name))
-    return function.with_changes(params=_parameters(name, *others), body=body)
+    return function.with_changes(params=_parameters(name, *extra), body=body)
 
 
 class _ElementsOfExample(cst.CSTTransformer):
@@ -231,7 +231,7 @@ class _ElementsOfExample(cst.CSTTransformer):
 
 
 def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CSTNode]:
-    """The functions that draw random numbers, directly or not."""
+    """The functions that draw random numbers, themselves or through callees."""
 
     def draws(function: cst.CSTNode) -> bool:
         called = with_callees(script, [function])
@@ -250,7 +250,7 @@ def random_problem(
     Args:
         script: The script.
         functions: The functions.
-        maps: All calls of `map` of datasets.
+        maps: The calls of `map` in the whole script.
     """
     mapped = set(functions)
     for call in maps:
@@ -272,22 +272,22 @@ def _why_no_generator(
     params = function.params
     has_stars = _has_star(function) or params.star_kwarg is not None
     if has_stars or any(p.default for p in params.params):
-        return "has arguments that may be left away"
+        return "has optional arguments"
     if class_of_method(script, function) is not None:
         return "is a method"
     names = (n for n in script.nodes(cst.Name) if n is not function.name)
     for use in (n for n in names if n.value == function.name.value):
         is_inside = not mapped.isdisjoint(script.parents(use))
-        is_known = is_inside and script.call_of(use) is not None
-        if not is_known and script.call_of_arg(use) not in maps:
-            return "is used outside of `map`, too"
+        is_host_call = is_inside and script.call_of(use) is not None
+        if not is_host_call and script.call_of_arg(use) not in maps:
+            return "is also used outside of `map`"
     return None
 
 
 def plan_random(
     script: Script, edits: Edits, call: cst.Call, functions: set[cst.CSTNode]
 ) -> None:
-    """Plan a random generator as the last argument of the functions of a `map`."""
+    """Plan to pass a random generator to the functions of a `map`, as last argument."""
     drawing = random_functions(script, functions)
     if not drawing:
         return
@@ -303,12 +303,12 @@ def plan_random(
             if script.called_path(node) in _RANDOM_PATHS:
                 edits.generators[node] = name
                 continue
-            named = node.func.value if isinstance(node.func, cst.Name) else ""
-            if not drawing.isdisjoint(script.functions(named)):
+            called_name = node.func.value if isinstance(node.func, cst.Name) else ""
+            if not drawing.isdisjoint(script.functions(called_name)):
                 edits.appended_args[node] = keyword(name, cst.Name(name))
 
 
-# Look-ups of words.
+# `StringLookup`.
 
 _LOOKUP_PARAMETERS = (
     "max_tokens",
@@ -329,7 +329,7 @@ def plan_lookups(script: Script) -> Edits:
             try:
                 _plan_lookup(script, edits, call)
             except Unported:
-                continue  # The layer's name is reported.
+                continue  # The rewriter reports the name of the layer.
     return edits
 
 
@@ -337,22 +337,23 @@ def _plan_lookup(script: Script, edits: Edits, layer: cst.Call) -> None:
     arguments = bind_args(layer.args, _LOOKUP_PARAMETERS)
     words = arguments.pop("vocabulary", None)
     if words is None or not _is_list(script, words.value):
-        raise Unported("its words are not in sight")
+        raise Unported("its words are unknown")
     texts = {name: script.code(arg.value) for name, arg in arguments.items()}
     if any(text not in _PORTED_VALUES.get(name, ()) for name, text in texts.items()):
         raise Unported("it has other indices")
-    first = texts.get("num_oov_indices", "1")  # The index 0 is that of other words.
+    # The number of indices for unknown words, `"0"` or `"1"`.
+    num_unknown = texts.get("num_oov_indices", "1")
     is_named = isinstance(script.target_of(layer), cst.Name)
     uses = script.uses_of(layer) if is_named else []
     calls = [_lookup_call(script, use) for use in uses]
     if not calls or any(script.flow.value(call.func) is not layer for call in calls):
-        raise Unported("its uses are not in sight")
+        raise Unported("its uses are unknown")
     for call in calls:
         _plan_lookup_call(
-            script, edits, call, "[word]" if first == "0" else ".get(word, 0)"
+            script, edits, call, "[word]" if num_unknown == "0" else ".get(word, 0)"
         )
     edits.unchanged.add(layer.func)
-    start = "" if first == "0" else ", 1"
+    start = "" if num_unknown == "0" else ", 1"
     edits.replacements[layer] = lambda updated: script.template(
         f"{{word: index for index, word in enumerate({{words}}{start})}}",
         words=bind_args(updated.args, _LOOKUP_PARAMETERS)["vocabulary"].value,
@@ -361,23 +362,24 @@ def _plan_lookup(script: Script, edits: Edits, layer: cst.Call) -> None:
 
 def _is_list(script: Script, node: Expression) -> bool:
     value = script.flow.resolve(node)
-    is_made = isinstance(value, cst.Call) and is_name(value.func, "list", "sorted")
-    return is_made or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
+    is_call = isinstance(value, cst.Call) and is_name(value.func, "list", "sorted")
+    return is_call or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
 
 
 def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
-    """The call of a layer, in a host function or with literal words."""
+    """The call of a layer `use`, in a host function or with literal words."""
     call = script.call_of(use)
     if call is None or len(call.args) != 1:
-        raise Unported("it is not called with words alone")
-    is_taken = is_name(use, "word")  # The parameter of the lambda in the port.
-    words = _shown_words(script, call.args[0].value)
-    if is_taken or (words is None and not script.runs_on_host(use)):
-        raise Unported("it is used outside of a pipeline")
+        raise Unported("a call has not exactly one argument")
+    # The port has a lambda with the parameter `word`.
+    has_name_of_port = is_name(use, "word")
+    words = _literal_words(script, call.args[0].value)
+    if has_name_of_port or (words is None and not script.runs_on_host(use)):
+        raise Unported("a call is outside of a pipeline")
     return call
 
 
-def _shown_words(script: Script, node: Expression) -> cst.List | None:
+def _literal_words(script: Script, node: Expression) -> cst.List | None:
     """The literal list in `["a"]` or `tf.constant(["a"])`; else None."""
     if isinstance(node, cst.Call) and script.called_path(node) == "constant":
         node = node.args[0].value if len(node.args) == 1 else node
@@ -385,8 +387,8 @@ def _shown_words(script: Script, node: Expression) -> cst.List | None:
 
 
 def _plan_lookup_call(script: Script, edits: Edits, call: cst.Call, item: str) -> None:
-    """Plan to port `lookup(x)` to a look-up of each word in an array."""
-    if literal := _shown_words(script, call.args[0].value):
+    """Plan to port `lookup(x)` to a lookup of each word of an array."""
+    if literal := _literal_words(script, call.args[0].value):
         edits.replacements[call.args[0].value] = lambda updated: literal
     edits.replacements[call] = lambda updated: script.template(
         f'np.vectorize(lambda word: {{lookup}}{item}, otypes=["int64"])'
@@ -412,7 +414,7 @@ def _constant(site: CallSite) -> Expression:
     kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
     if len(call.args) > 1 or not kinds:
         return call
-    # TensorFlow's dtypes of Python's numbers.
+    # TensorFlow's default dtypes for Python's numbers.
     dtype = site.script.string("float32" if cst.Float in kinds else "int32")
     return call.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
 
@@ -430,7 +432,7 @@ _UNIFORM_PARAMETERS = ("shape", "minval", "maxval", "dtype", "seed", "name")
 _NORMAL_PARAMETERS = ("shape", "mean", "stddev", "dtype", "seed", "name")
 
 
-def _drawn(site: CallSite) -> Expression:
+def _random_numbers(site: CallSite) -> Expression:
     """Port to `rng.uniform(low, high, shape)`, `rng.normal` or `rng.integers`."""
     is_uniform = "uniform" in site.path
     names = _UNIFORM_PARAMETERS if is_uniform else _NORMAL_PARAMETERS
@@ -441,7 +443,7 @@ def _drawn(site: CallSite) -> Expression:
     if is_uniform and _draws_integers(site):
         method, required = "integers", ["shape", "maxval"]
     if missing := [name for name in required if name not in values]:
-        raise Unported(f"tf.{site.path}: its argument {missing[0]!r} was not found")
+        raise Unported(f"tf.{site.path}: pass its argument {missing[0]!r}")
     return site.make(
         f"{{rng}}.{method}({{a}}, {{b}}, {{shape}}).astype({{dtype}})",
         rng=_generator(site),
@@ -453,18 +455,17 @@ def _drawn(site: CallSite) -> Expression:
 
 
 def _draws_integers(site: CallSite) -> bool:
-    """Whether `tf.random.uniform` draws integers; an unknown dtype is refused."""
+    """Whether `tf.random.uniform` draws integers; raise `Unported` if unknown."""
     script = site.script
     dtype_argument = bind_args(site.node.args, _UNIFORM_PARAMETERS).get("dtype")
     if dtype_argument is None or is_name(dtype_argument.value, "None"):
         return False
     value = script.flow.resolve(dtype_argument.value)
     name = script.names.tf_path(value) or script.names.imported(value) or ""
-    dtype = string_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
+    # The last part of `tf.int32` or `np.int32`.
+    dtype = string_of(value) or name.rpartition(".")[2]
     if dtype not in NAMES["dtypes"]:
-        raise Unported(
-            f"tf.{site.path}: its dtype is not in sight; pass one such as tf.int32"
-        )
+        raise Unported(f"tf.{site.path}: pass a literal dtype such as tf.int32")
     return "int" in dtype
 
 
@@ -475,11 +476,11 @@ _RANDOM_IMAGES = tuple(
 )
 _NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
 _RANDOM_PATHS = (*_RANDOM_IMAGES, *_NUMBERS)
-"""Paths of functions that draw random numbers, and get the example's generator."""
+"""Paths of functions that draw random numbers."""
 
 HOST_RULES: dict[str, Rule] = {
     **dict.fromkeys(_RANDOM_IMAGES, _random_image),
-    **dict.fromkeys(_NUMBERS, _drawn),
+    **dict.fromkeys(_NUMBERS, _random_numbers),
     "cast": _cast,
     "one_hot": by_template(
         'np.eye({depth}, dtype="float32")[{indices}]', "indices", "depth"
@@ -489,4 +490,4 @@ HOST_RULES: dict[str, Rule] = {
     "identity": by_template("{input}", "input", "name"),
     "image.resize": resize,
 }
-"""Rules for input pipelines, by the path of the function."""
+"""By path of the function, rules for code in input pipelines."""

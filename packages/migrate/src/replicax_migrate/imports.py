@@ -53,7 +53,7 @@ __all__ = ["plan_kept_imports", "ported_imports", "report_rebound", "uses_tensor
 
 
 def uses_tensorflow(module: cst.Module) -> bool:
-    """Whether a module imports TensorFlow, or uses `tf` without importing it.
+    """Whether a module imports TensorFlow, or uses `tf` without an import.
 
     Names of the package `keras` that Keras 3 lacks count as TensorFlow's.
     """
@@ -63,14 +63,14 @@ def uses_tensorflow(module: cst.Module) -> bool:
         module, dict(pairs)
     ):
         return True
-    assigned = any(is_name(x.target, "tf") for x in find(module, cst.AssignTarget))
-    is_bound = assigned or any(local == "tf" for local, _ in pairs)
+    is_assigned = any(is_name(x.target, "tf") for x in find(module, cst.AssignTarget))
+    is_bound = is_assigned or any(local == "tf" for local, _ in pairs)
     is_used = any(is_name(x.value, "tf") for x in find(module, cst.Attribute))
     return is_used and not is_bound
 
 
 def _is_missing_in_keras_3(name: str) -> bool:
-    """Whether an imported name is of TensorFlow, or of Keras and not in Keras 3."""
+    """Whether an imported name is TensorFlow's, or a name of Keras 2 only."""
     path = path_in_tensorflow(name)
     if path is None or name.partition(".")[0] != "keras":
         return path is not None
@@ -103,7 +103,7 @@ def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:
 
 
 def plan_kept_imports(script: Script) -> Edits:
-    """Record the imported names that stay because Keras 3 has the same name."""
+    """Record imported names that Keras 3 has too, so that the imports stay."""
     edits = Edits()
     for node in script.nodes(cst.Import):
         for alias in node.names:
@@ -120,7 +120,7 @@ def plan_kept_imports(script: Script) -> Edits:
 
 
 def report_rebound(script: Script) -> None:
-    """Report uses of a module by a variable that is assigned other values too."""
+    """Report attributes of a variable that is a module of TensorFlow only at times."""
     names = script.names
     for node in script.nodes(cst.Attribute) if names.ambiguous else ():
         if not isinstance(node.value, cst.Name):
@@ -133,7 +133,7 @@ def report_rebound(script: Script) -> None:
 
 
 def _keep_starred(script: Script, edits: Edits, module: str) -> None:
-    """Record the names that `import *` binds, and that Keras 3 has too."""
+    """Record the names that `import *` binds and Keras 3 has too."""
     home = _module_target(module)
     for name in used_names(script.module) if home else ():
         path = script.names.starred(name) if not script.names.is_bound(name) else None
@@ -147,7 +147,7 @@ def _module_target(name: str) -> str | None:
 
 
 def _existing_package(alias: cst.ImportAlias) -> cst.ImportAlias:
-    """`import keras.a.b`, shortened to the longest module that Keras 3 has."""
+    """Shorten `keras.a.b` in an import to a module that Keras 3 has."""
     parts = alias.evaluated_name.split(".")
     if alias.asname or parts[0] != "keras":
         return alias
@@ -164,13 +164,13 @@ def _name_target(name: str) -> str | None:
 
 
 def ported_imports(script: Script, module: cst.Module) -> cst.Module:
-    """Port the imports of a module in which everything else is ported."""
+    """Port the imports of a module whose other code is ported."""
     used = used_names(module)
     return _with_new_imports(script, module.visit(_Imports(script, used)), used)
 
 
 class _Imports(cst.CSTTransformer):
-    """Removes imports of TensorFlow, and ports those of `tensorflow.keras`."""
+    """Removes imports of TensorFlow, and ports imports from `tensorflow.keras`."""
 
     def __init__(self, script: Script, used: set[str]) -> None:
         super().__init__()
@@ -193,12 +193,12 @@ class _Imports(cst.CSTTransformer):
                 dotted_name(small.targets[0].target) if len(small.targets) == 1 else ""
             )
             is_same = bool(name) and dotted_name(small.value) == name
-            is_idle = is_same and any(self._script.names.alias_paths(name or ""))
-            return [] if is_idle else [small]
+            is_useless = is_same and any(self._script.names.alias_paths(name or ""))
+            return [] if is_useless else [small]
         if not isinstance(small, cst.Import | cst.ImportFrom):
             return [small]
-        pairs, is_kept = list(import_names(small)), isinstance(small, cst.ImportFrom)
-        names = [name for local, name in pairs if is_kept or self._stays(local)]
+        pairs, is_from = list(import_names(small)), isinstance(small, cst.ImportFrom)
+        names = [name for local, name in pairs if is_from or self._stays(local)]
         for why in sorted(set(map(foreign_problem, names)) - {""}):
             self._leave(small, why)
         if isinstance(small, cst.Import):
@@ -210,12 +210,11 @@ class _Imports(cst.CSTTransformer):
         module = module_of(small)
         if (target := _module_target(module)) is not None:
             return [small.with_changes(module=cst.parse_expression(target))]
-        what = f"names of `{module}` are imported with `*`: import it by name"
-        self._leave(small, what)
+        self._leave(small, f"`*` imports names of `{module}`: import the names you use")
         return [small]
 
     def _stays(self, local: str) -> bool:
-        """Whether a name is still used, or was never used."""
+        """Whether the port uses a name, or the original did not use it either."""
         return local in self._used or local not in self._was_used
 
     def _leave(self, small: cst.CSTNode, reason: str) -> None:
@@ -227,12 +226,12 @@ class _Imports(cst.CSTTransformer):
         for alias in small.names:
             local = alias.evaluated_alias or alias.evaluated_name.partition(".")[0]
             target = self._script.edits.kept_imports.get(local)
-            is_ours = path_in_tensorflow(alias.evaluated_name) is not None
-            if is_ours and target is None:
+            is_of_tf = path_in_tensorflow(alias.evaluated_name) is not None
+            if is_of_tf and target is None:
                 kept += [_existing_package(alias)] if local in self._used else []
             elif self._stays(local):
                 kept.append(
-                    import_alias(target, local) if is_ours and target else alias
+                    import_alias(target, local) if is_of_tf and target else alias
                 )
         if not kept:
             return []
@@ -252,19 +251,19 @@ class _Imports(cst.CSTTransformer):
                 groups[target.rpartition(".")[0]].append(alias)
             elif target is None and local in self._used:
                 reason = find_reason(path_in_tensorflow(f"{module}.{name}") or "")
-                if reason not in self._reported:  # Else its use was reported.
+                if reason not in self._reported:
                     self._leave(small, reason)
                 groups[module].append(alias)
-        made: list[cst.BaseSmallStatement] = []
+        imports: list[cst.BaseSmallStatement] = []
         for home, names in groups.items():
             names[-1] = names[-1].with_changes(comma=aliases[-1].comma)
             local = names[0].evaluated_alias or names[0].evaluated_name
             if home:
                 parsed = cst.parse_expression(home)
-                made.append(small.with_changes(module=parsed, names=names))
+                imports.append(small.with_changes(module=parsed, names=names))
             else:  # `from tensorflow import keras`.
-                made.append(cst.Import([import_alias("keras", local)]))
-        return made
+                imports.append(cst.Import([import_alias("keras", local)]))
+        return imports
 
 
 def _as_lines(
@@ -272,10 +271,10 @@ def _as_lines(
     body: Sequence[cst.BaseSmallStatement],
     marks: list[str],
 ) -> Replacement:
-    """A line with other statements; several imports get lines of their own."""
+    """Replace the statements of a line; put several imports on several lines."""
     if list(body) == list(line.body) and not marks:
         return line
-    if not body:  # The placeholder is removed later.
+    if not body:  # `_WithoutPlaceholders` removes the placeholder.
         gap = [blank for blank in line.leading_lines if not blank.comment]
         lines = [*gap, *comment_lines(line)]
         return cst.SimpleStatementLine([_PLACEHOLDER], leading_lines=lines)
@@ -288,9 +287,9 @@ def _as_lines(
 
 # New imports.
 
-# LibCST would remove a line without statements together with its comments.
+# LibCST removes a line without statements together with its comments.
 _PLACEHOLDER = cst.Expr(cst.Name("__nothing__"))
-"""The placeholder of a removed import, until the new ones are inserted."""
+"""Stands for a removed import until the port inserts the new imports."""
 
 
 def _is_placeholder(statement: cst.CSTNode) -> bool:
@@ -331,9 +330,9 @@ class _WithoutPlaceholders(cst.CSTTransformer):
                     body.append(statement.with_changes(leading_lines=lines))
                     pending = []
             return updated_node.with_changes(body=body)
-        if isinstance(original_node, cst.Try):  # It may have had only imports.
-            is_gone = all(map(_is_placeholder, original_node.body.body))
-            if is_gone and not (updated_node.orelse or updated_node.finalbody):
+        if isinstance(original_node, cst.Try):
+            had_only_imports = all(map(_is_placeholder, original_node.body.body))
+            if had_only_imports and not (updated_node.orelse or updated_node.finalbody):
                 lines = comment_lines(original_node)
                 return cst.SimpleStatementLine([_PLACEHOLDER], leading_lines=lines)
         return updated_node
@@ -343,18 +342,18 @@ def _new_lines(
     script: Script, module: cst.Module, used: set[str], place: int
 ) -> list[Statement]:
     modules = imported_modules(module)
-    there = {name: alias for alias, name in modules}
+    imported = {name: alias for alias, name in modules}
     wanted = {(ALIASES[root], script.alias(root)) for root in script.needed}
-    wanted = {(n, a) for n, a in wanted if a in used and there.get(n) != a}
-    names = [*there, *(name for name, _ in wanted)]
+    wanted = {(n, a) for n, a in wanted if a in used and imported.get(n) != a}
+    names = [*imported, *(name for name, _ in wanted)]
     sources = (x for x in small_statements(module) if isinstance(x, cst.ImportFrom))
-    names += map(module_of, sources)  # With those of `from keras import *`.
+    names += map(module_of, sources)  # Such as `from keras import *`.
     has_keras = any(name.partition(".")[0] == "keras" for name in names)
-    if has_keras and "replicax" not in there:
+    if has_keras and "replicax" not in imported:
         wanted.add(("replicax", script.alias("rx")))
     lines: list[str] = []
     for name, alias in sorted(wanted, key=lambda pair: (pair[0] != "replicax", pair)):
-        if name == "absl":  # Its modules are imported one by one.
+        if name == "absl":  # `import absl` does not import its modules.
             dots = {dotted_name(node) for node in find(module, cst.Attribute)}
             parts = [p for p in ("app", "flags") if f"{alias}.{p}" in dots]
             lines += [f"import absl.{part}" for part in parts]
@@ -367,7 +366,7 @@ def _new_lines(
 
 
 def _import_index(script: Script, module: cst.Module) -> int:
-    """The index for new imports: that of the first import of Keras or TensorFlow."""
+    """The index of the first import of Keras or TensorFlow, for the new imports."""
     index = 0
     for statement in script.module.body:
         if _is_anchor(statement):
@@ -386,7 +385,7 @@ def _is_anchor(statement: cst.CSTNode) -> bool:
 
 
 def _is_prologue(statement: cst.CSTNode) -> bool:
-    """Whether a line is a docstring, or imports from `__future__`."""
+    """Whether a line is a docstring, or an import from `__future__`."""
     small = only_statement(statement)
     is_future = isinstance(small, cst.ImportFrom) and module_of(small) == "__future__"
     return is_future or is_docstring(statement)

@@ -1,7 +1,7 @@
 """Rules for calls of Keras that changed between tf.keras and Keras 3.
 
-`SGD(lr=1)` becomes `SGD(learning_rate=1.0)`. Arguments that Keras 3 refuses stay.
-Arguments whose meaning has changed, without an error, are reported.
+`SGD(lr=1)` becomes `SGD(learning_rate=1.0)`. Arguments that Keras 3 refuses stay. The
+port reports arguments to which Keras 3 gives another meaning without an error.
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ from replicax_migrate.tree import (
     with_new_value,
 )
 
-__all__ = ["RULES", "plan_arguments", "problems"]
+__all__ = ["RULES", "plan_arguments", "silent_changes"]
 
 
 def _reader(site: CallSite) -> Expression:
     if kwarg_value(site.updated, "format") is not None:
         return site.call_target()
-    site.note("the data come from Grain: pass `map` a function of one batch")
+    site.note("Grain reads the data: pass `map` a function of one batch")
     grain = keyword("format", site.script.string("grain"))
     return site.call_target([*site.updated.args, grain])
 
@@ -59,7 +59,7 @@ def _optimizer(site: CallSite) -> Expression:
 
 
 def plan_arguments(script: Script) -> Edits:
-    """Plan names of devices for strategies that are made with device objects."""
+    """Plan to pass strategies the names of devices instead of device objects."""
     edits = Edits()
     for call in script.calls:
         if script.called_path(call) == "distribute.MirroredStrategy":
@@ -86,8 +86,8 @@ RULES: dict[str, Rule] = {
 """Rules by the path of the function."""
 
 
-def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
-    """The reasons why a ported call would compute other numbers without an error."""
+def silent_changes(script: Script, node: cst.Call, path: str) -> Iterator[str]:
+    """Why a ported call computes other numbers in Keras 3 without an error."""
     for layer, position, parameter in CHANGED_DEFAULTS:
         if path == layer and find_arg(node.args, position, parameter) is None:
             yield f"{parameter} has another default in Keras 2: write {parameter}="
@@ -109,7 +109,7 @@ _OLD_RECURRENT = [
 
 
 def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
-    """The reasons why the defaults of a layer differ in Keras 3."""
+    """Why a layer's activations or defaults differ in Keras 3."""
     for arg in node.args if path.startswith("keras.layers.") else ():
         name = string_of(arg.value) or script.names.tf_path(arg.value)
         if name in NAMES["hard_sigmoids"]:

@@ -1,7 +1,7 @@
-"""Infers which kind of Keras object an expression is: `"model"`, `"layer"`...
+"""Infers the kind of Keras object that an expression is: `"model"`, `"layer"`...
 
-With `class Net(tf.keras.Model)`, the value of `Net()` is a `"model"`. Other kinds are
-`"optimizer"`, `"metric"`, `"callback"` and `"variable"`.
+With `class Net(tf.keras.Model)`, `Net()` is a `"model"`. Other kinds are
+`"optimizer"`, `"metric"`, `"loss"`, `"callback"` and `"variable"`.
 """
 
 from collections.abc import Iterable
@@ -46,37 +46,37 @@ _KINDS_OF_ATTRIBUTES = {
     ("model", "optimizer"): "optimizer",
     ("callback", "model"): "model",
 }
-"""Kinds of attributes, by the kind of the object and the name of the attribute."""
+"""By kind of an object and name of an attribute, the kind of the attribute."""
 _KINDS_IN_NAMES = ("model", "optimizer")
 Constructor: TypeAlias = cst.ClassDef | str | None
-"""What makes an object: a class of the script, a target or a kind; None if unknown."""
+"""The maker of an object: a class of the script, a target or a kind; None: unknown."""
 Creation: TypeAlias = cst.Call | Constructor
-"""The call that makes an object; its constructor if the script shows no call."""
+"""The call that makes an object; the constructor if the script has no call."""
 _UNKNOWN: frozenset[Creation] = frozenset([None])
 
 
 def is_kind(script: Script, node: Expression, kind: str) -> bool:
     """Whether an expression is an object of a kind.
 
-    If no definition tells the kind, a name that ends with `model` or `optimizer` does.
+    An expression of unknown kind counts if its name ends with `model` or `optimizer`.
     """
-    seen = kind_of(script, node)
+    inferred = kind_of(script, node)
     if (
-        seen is None
+        inferred is None
         and kind in _KINDS_IN_NAMES
         and isinstance(node, cst.Name | cst.Attribute)
     ):
         name = script.code(node)
         return name.lower().endswith(kind) and not script.classes(name)
-    return seen == kind
+    return inferred == kind
 
 
 def kind_of(script: Script, node: Expression) -> str | None:
     """The kind of an object: `"model"`, `"layer"`, `"optimizer"`, `"variable"`...
 
     Returns:
-        The kind of all definitions that reach the original node; None if there is no
-        definition, or if the kinds differ or one is unknown.
+        The common kind of all values of the original node; None if kinds differ, or a
+        kind is unknown.
     """
     return _only(
         _kind_of_creation(script, constructor)
@@ -95,8 +95,8 @@ def constructors(script: Script, node: Expression) -> frozenset[Constructor]:
     """The possible constructors of an object.
 
     Returns:
-        Classes of the script; targets such as `"keras.layers.Dense"`; kinds if nothing
-        else is known; None for values that the script does not show.
+        Classes of the script; targets such as `"keras.layers.Dense"`; kinds, if the
+        script shows no more; None for unknown values.
     """
     groups = (
         _constructors_of(script, creation) for creation in creations(script, node)
@@ -120,7 +120,7 @@ def methods_named(
 
 @ends_at_cycles(_UNKNOWN)
 def creations(script: Script, node: Expression) -> frozenset[Creation]:
-    """The calls that may make an object; constructors if the script shows no call."""
+    """The calls that may make an object; constructors if the script has no call."""
     match node:
         case cst.Call():
             if _call_constructors(script, node):
@@ -174,15 +174,15 @@ def _kind_of_creation(script: Script, constructor: Creation) -> str | None:
 
 
 def _only(kinds: Iterable[str | None]) -> str | None:
-    """The only kind of several; None if they differ."""
-    different = set(kinds)
-    return different.pop() if len(different) == 1 else None
+    """The common kind; None if kinds differ."""
+    unique = set(kinds)
+    return unique.pop() if len(unique) == 1 else None
 
 
 def _creations_of_definition(
     script: Script, definition: Definition
 ) -> frozenset[Creation]:
-    """The creations of the values of a definition, without those that are `None`."""
+    """The creations of the values of a definition, without the value `None`."""
     if (container := loop_container(script, definition.node)) is not None:
         return _creations_of_element(script, *container)
     if not definition.values:
@@ -214,9 +214,9 @@ def _creations_of_element(
         case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Slice()), *_]):
             return _creations_of_element(script, node.value, is_value)
         case cst.Attribute(attr=cst.Name(value="layers")):
-            inner = kind_of(script, node.value)
+            owner = kind_of(script, node.value)
             name = script.code(node.value).lower()
-            if inner == "model" or (inner is None and name.endswith("model")):
+            if owner == "model" or (owner is None and name.endswith("model")):
                 return frozenset(["layer"])
     if attr_of(node) in NAMES["lists_of_variables"]:
         return frozenset(["variable"])
@@ -227,7 +227,7 @@ def _creations_of_element(
 
 
 def _call_constructors(script: Script, node: cst.Call) -> frozenset[Constructor]:
-    """The constructors that a call invokes; none for a function of the script."""
+    """The constructors that a call runs; empty for functions of the script."""
     path = script.names.tf_path(script.flow.resolve(node.func))
     if path is not None:
         return frozenset([find_target(path)])

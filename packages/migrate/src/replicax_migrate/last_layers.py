@@ -2,8 +2,8 @@
 
 `Dense(10, activation="softmax")` becomes `Dense(10)`, and `tf.nn.softmax(x)` becomes
 `x`. The search starts at the outputs of a functional model, at the last layer of a
-`Sequential`, or at the result of the `call` of a class. It follows variables,
-attributes, conditional expressions, functions of the script, and models in models.
+`Sequential`, or at the result of a class's `call`. The search follows variables,
+attributes, conditional expressions, functions of the script, and nested models.
 """
 
 from collections.abc import Iterable
@@ -48,25 +48,25 @@ _ACTIVATION_POSITIONS = {
     "Conv2D": 99,
     "Conv1D": 99,
 }
-"""Layers with an activation, and its position; 99 if it is always a keyword."""
+"""By layer, the position of the argument `activation`; 99 if only a keyword works."""
 _ACTIVATIONS = ("softmax", "sigmoid")
-_KEPT_ARGUMENTS = ("name", "dtype")
+_ARGUMENTS_OF_ALL_LAYERS = ("name", "dtype")
 _MODULES = ("", "nn", "math", "keras.activations", "keras.backend")
 """Modules with functions `softmax` and `sigmoid`."""
 
 
 class FinalCalls:
-    """The calls that compute the outputs of a model: of layers, or of an activation.
+    """The calls of layers or activation functions that compute a model's outputs.
 
     Args:
         script: The script.
         model: The call that makes the model.
 
     Attributes:
-        model: The same call.
-        calls: The last calls; none if the script does not show all of them.
-        classes: The classes of the script that the search has followed.
-        seen: All expressions that the search has followed.
+        model: The call that makes the model.
+        calls: The last calls; empty if the script does not show all of them.
+        classes: The classes of the script that the search visited.
+        seen: The expressions that the search visited.
     """
 
     def __init__(self, script: Script, model: cst.Call) -> None:
@@ -76,7 +76,7 @@ class FinalCalls:
         self.seen: set[cst.CSTNode] = {model}
         self._script = script
         try:
-            self._follow_maker(model)
+            self._follow_constructor(model)
         except Unported:
             self.calls.clear()
 
@@ -102,15 +102,15 @@ class FinalCalls:
                     definition.index is not None for definition in reaching
                 )
                 if is_unpacked or is_parameter(self._script, node):
-                    raise Unported("not in sight")
+                    raise Unported("unknown outputs")
                 self._follow_all(values, is_layer)
             case _:
-                raise Unported("not in sight")
+                raise Unported("unknown outputs")
 
     def _follow_all(self, nodes: Iterable[Expression], is_layer: bool) -> None:
         nodes = [node for node in nodes if node not in self.seen]
         if not nodes:
-            raise Unported("not in sight")
+            raise Unported("unknown outputs")
         for node in nodes:
             self._follow(node, is_layer=is_layer)
 
@@ -119,13 +119,13 @@ class FinalCalls:
         if values:
             self._follow_all(values, is_layer)
         elif is_layer:
-            self._follow_maker(node)
+            self._follow_constructor(node)
         elif _activation_function(self._script, node):
             self.calls[node] = None
         else:
             self._follow(node.func, is_layer=True)
 
-    def _follow_maker(self, node: cst.Call) -> None:
+    def _follow_constructor(self, node: cst.Call) -> None:
         script, name = self._script, keras_name(self._script, node.func, "layers")
         function = arg_value(node, 0, "function") if name == "Lambda" else None
         classes = script.classes(last_name(node.func))
@@ -173,14 +173,14 @@ def units_of(script: Script, layer: cst.Call) -> str:
 
 
 def refuse_other_uses(script: Script, models: Iterable[FinalCalls]) -> None:
-    """Raise `Unported` if expressions on the way to the last calls have other uses."""
+    """Raise `Unported` if other code uses an expression that the searches visited."""
     models = list(models)
-    seen = {node for ending in models for node in ending.seen}
-    passed = seen - {ending.model for ending in models}
-    uses = {use for node in passed for use in script.uses_of(node)}
-    owners = {owner for ending in models for owner in ending.classes}
+    seen = {node for final in models for node in final.seen}
+    inner = seen - {final.model for final in models}
+    uses = {use for node in inner for use in script.uses_of(node)}
+    owners = {owner for final in models for owner in final.classes}
     owners |= {
-        f for node in passed if (f := _function_returning(script, node)) is not None
+        f for node in inner if (f := _function_returning(script, node)) is not None
     }
     names = {owner.name.value for owner in owners} - {"call"}
     uses |= {call for call in script.calls if last_name(call.func) in names}
@@ -189,18 +189,18 @@ def refuse_other_uses(script: Script, models: Iterable[FinalCalls]) -> None:
 
 
 def _function_returning(script: Script, node: cst.CSTNode) -> cst.FunctionDef | None:
-    """The function that returns an expression; None if none does."""
+    """The function that returns an expression; None without a `return` around it."""
     is_returned = isinstance(script.parent(node), cst.Return)
     return script.function_of(node) if is_returned else None
 
 
 def _activation(script: Script, call: cst.Call) -> str | None:
-    """The activation in a call of a layer or function, if it can be removed."""
+    """The activation of a call, if the port can remove it; else None."""
     if name := _activation_function(script, call):
         return name
     name = keras_name(script, call.func, "layers")
     if name == "Softmax":
-        return "softmax" if _is_of_last_axis(script, call, 0) else None
+        return "softmax" if _has_last_axis(script, call, 0) else None
     if name not in _ACTIVATION_POSITIONS:
         return None
     value = script.flow.resolve(
@@ -213,12 +213,12 @@ def _activation(script: Script, call: cst.Call) -> str | None:
 def _activation_function(script: Script, call: cst.Call) -> str:
     """The activation function that a call applies to the last axis; else `""`."""
     module, _, name = script.called_path(call).rpartition(".")
-    is_known = name in _ACTIVATIONS and module in _MODULES
-    is_last = name == "sigmoid" or _is_of_last_axis(script, call, 1)
-    return name if is_known and is_last and call.args else ""
+    is_activation = name in _ACTIVATIONS and module in _MODULES
+    has_last_axis = name == "sigmoid" or _has_last_axis(script, call, 1)
+    return name if is_activation and has_last_axis and call.args else ""
 
 
-def _is_of_last_axis(script: Script, call: cst.Call, position: int) -> bool:
+def _has_last_axis(script: Script, call: cst.Call, position: int) -> bool:
     axis = arg_value(call, position, "axis")
     return axis is None or script.code(axis) == "-1"
 
@@ -231,7 +231,7 @@ def plan_without_activation(script: Script, edits: Edits, call: cst.Call) -> Non
     """Plan to remove the activation from a last call."""
     name = keras_name(script, call.func, "layers")
     parent = script.parent(call)
-    around = script.parent(parent) if parent is not None else None
+    grandparent = script.parent(parent) if parent is not None else None
     activation = find_arg(
         call.args, _ACTIVATION_POSITIONS.get(name, 0), _activation_argument(name)
     )
@@ -243,13 +243,13 @@ def plan_without_activation(script: Script, edits: Edits, call: cst.Call) -> Non
             edits.dropped_args.add(activation)
     elif name == "Activation" and activation is not None and len(call.args) > 1:
         edits.replacements[activation.value] = lambda updated: script.string("linear")
-    elif isinstance(around, cst.List | cst.Tuple) and not any(
-        has_keyword(arg, *_KEPT_ARGUMENTS) for arg in call.args
+    elif isinstance(grandparent, cst.List | cst.Tuple) and not any(
+        has_keyword(arg, *_ARGUMENTS_OF_ALL_LAYERS) for arg in call.args
     ):
-        edits.replacements[around] = _without_last
+        edits.replacements[grandparent] = _without_last
     elif isinstance(parent, cst.Call) and len(call.args) < 2:
         edits.replacements[parent] = _first_value  # `Activation("softmax")(x)`.
-    elif method_name(around) == "add" and len(call.args) < 2:
+    elif method_name(grandparent) == "add" and len(call.args) < 2:
         edits.remove(script.statement_of(call))
     else:
         edits.replacements[call] = lambda updated: _linear(script, updated)
@@ -260,10 +260,10 @@ def _first_value(updated: cst.Call) -> Expression:
 
 
 def _linear(script: Script, updated: cst.Call) -> Expression:
-    """A layer that does nothing, with the name and dtype of a call."""
+    """A linear `Activation` with the name and dtype of another layer."""
     layer = script.template('keras.layers.Activation("linear")')
     assert isinstance(layer, cst.Call)
-    kept = (arg for arg in updated.args if has_keyword(arg, *_KEPT_ARGUMENTS))
+    kept = (arg for arg in updated.args if has_keyword(arg, *_ARGUMENTS_OF_ALL_LAYERS))
     return with_args(layer, [*layer.args, *kept])
 
 

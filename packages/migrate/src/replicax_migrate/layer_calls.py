@@ -1,7 +1,7 @@
-"""Gives keywords to arguments of layers that Keras 3 does not take by position.
+"""Adds keywords to arguments of layers that Keras 3 refuses by position.
 
-`dropout(x, training)` becomes `dropout(x, training=training)`. Calls of layers that the
-script does not show stay; Keras reports the arguments that it refuses.
+`dropout(x, training)` becomes `dropout(x, training=training)`. Calls of unknown objects
+stay; Keras reports the arguments that it refuses.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ def plan_layer_calls(script: Script) -> Edits:
         if kind_of(script, call.func) in {"layer", "model"}:
             order, first = _order(script, call)
             for i, arg in enumerate(call.args):
-                is_given = arg.keyword is not None or arg.star or i >= len(order)
-                if not is_given and (i >= first or _is_flag(arg.value)):
-                    first = min(first, i)  # Those behind a keyword need one, too.
+                stays = arg.keyword is not None or arg.star or i >= len(order)
+                if not stays and (i >= first or _is_flag(arg.value)):
+                    first = min(first, i)  # All later arguments need keywords.
                     edits.arg_keywords[arg] = order[i]
     return edits
 
 
 def _order(script: Script, call: cst.Call) -> tuple[Sequence[str], int]:
-    """The parameters of the called layer, and the index of the first moved one."""
+    """The parameters of the called layer, and the first index that Keras 3 moved."""
     methods = methods_named(script, call.func, "call")
     if methods:
         return [p.name.value for p in methods[0].params.params[1:]], len(call.args)
@@ -47,12 +47,12 @@ def _order(script: Script, call: cst.Call) -> tuple[Sequence[str], int]:
 
 def _is_flag(value: Expression) -> bool:
     """Whether an argument is a flag such as `training`, not a tensor."""
-    is_text = last_name(value).lstrip("_") in NAMES["flags"]
-    return is_text or is_name(value, "True", "False")
+    has_name = last_name(value).lstrip("_") in NAMES["flags"]
+    return has_name or is_name(value, "True", "False")
 
 
 def report_layers(script: Script) -> None:
-    """Report layers that would train to other numbers without an error."""
+    """Report layers that train to other numbers in Keras 3 without an error."""
     functions = [
         function
         for function in script.functions("call")

@@ -1,6 +1,6 @@
 """Ports strings that Keras looks up: `loss="logcosh"` becomes `loss="log_cosh"`.
 
-It also finds searches in names of variables, for `members`.
+It also finds comparisons such as `"bn" in variable.name`, for `members`.
 """
 
 import libcst as cst
@@ -17,7 +17,7 @@ __all__ = ["is_searched_name", "plan_identifiers"]
 
 
 def plan_identifiers(script: Script) -> Edits:
-    """Plan the names of Keras 3 for literals that Keras 3 does not know."""
+    """Plan to replace literals that Keras 3 does not know by its own names."""
     edits = Edits()
     for call in script.calls:
         if method_name(call) == "compile":
@@ -26,11 +26,11 @@ def plan_identifiers(script: Script) -> Edits:
             for loss in flat_losses(script, arg_value(call, 1, "loss"), resolved=True):
                 _plan_identifier(script, edits, loss, IDENTIFIERS["loss"])
         for arg in call.args:
-            before, _, kind = keyword_of(arg).rpartition("_")
+            prefix, _, kind = keyword_of(arg).rpartition("_")
             note = NOTES.get(f"keras.activations.{string_of(arg.value)}")
             if note and kind == "activation":
                 script.note(arg.value, f"{string_of(arg.value)!r} {note}")
-            if kind in IDENTIFIERS and (before or kind == "reduction"):
+            if kind in IDENTIFIERS and (prefix or kind == "reduction"):
                 _plan_identifier(script, edits, arg.value, IDENTIFIERS[kind])
     return edits
 
@@ -45,19 +45,19 @@ def _plan_identifier(
 
 
 def is_searched_name(script: Script, node: cst.Attribute) -> bool:
-    """Whether a node is `v.name` in `"bn" in v.name`, of a variable `v`.
+    """Whether a node is `v.name` in `"bn" in v.name`, where `v` is a variable.
 
-    In Keras 3 only `v.path` has the names of layers.
+    In Keras 3 only `v.path` contains the names of layers.
     """
     parent = script.parent(node)
-    is_searched = isinstance(parent, cst.ComparisonTarget) and isinstance(
+    is_container = isinstance(parent, cst.ComparisonTarget) and isinstance(
         parent.operator, cst.In | cst.NotIn
     )
-    return is_searched and _is_weight(script, node.value)
+    return is_container and _is_weight(script, node.value)
 
 
 def _is_weight(script: Script, node: Expression) -> bool:
-    """Whether an expression is a variable, or an element of a list called `vars`."""
+    """Whether an expression is a variable, or a loop's element of `..._vars`."""
     kind, container = kind_of(script, node), loop_container(script, node)
     name = script.code(container[0]).lower() if container is not None else ""
     is_named = name.endswith(("vars", "variables", "weights"))

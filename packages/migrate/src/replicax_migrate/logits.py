@@ -2,10 +2,10 @@
 
 `Dense(10, "softmax")` with the loss `"categorical_crossentropy"` becomes `Dense(10)`
 with `CategoricalCrossentropy(from_logits=True)`, and `model.predict(x)` becomes
-`keras.ops.softmax(model.predict(x))`. Cross-entropies of TensorFlow find the softmax or
-sigmoid that made the probabilities, and compute the loss from its inputs, the logits.
-Keras on JAX clips the probabilities, whose gradients may vanish. If the script does not
-show all uses of a model, the pass adds a note and changes nothing.
+`keras.ops.softmax(model.predict(x))`. TensorFlow's cross-entropies look for the softmax
+or sigmoid before the loss, and use its inputs, the logits. Keras on JAX clips the
+probabilities, and their gradients may vanish. If uses of a model are unknown, the pass
+adds a note and changes nothing.
 """
 
 from collections.abc import Iterator
@@ -47,9 +47,9 @@ _CLASSES = {
     "binary_crossentropy": "BinaryCrossentropy",
 }
 _FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
-"""Positions of `from_logits`."""
+"""By name of a cross-entropy, the position of `from_logits`."""
 _LossNames: TypeAlias = dict[Expression, str]
-"""The name in Keras of each cross-entropy."""
+"""By cross-entropy in the script, its name in Keras."""
 
 
 def plan_logits(script: Script) -> Edits:
@@ -58,10 +58,10 @@ def plan_logits(script: Script) -> Edits:
     losses = dict(_losses(script))
     for kind in ("softmax", "sigmoid"):
         is_binary = kind == "sigmoid"
-        own = {k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary}
-        logits = {k: v for k, v in own.items() if _is_of_logits(script, k)}
-        plain = {k: v for k, v in own.items() if k not in logits}
-        if not own:
+        same = {k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary}
+        logits = {k: v for k, v in same.items() if _is_of_logits(script, k)}
+        plain = {k: v for k, v in same.items() if k not in logits}
+        if not same:
             continue
         port = _LossPort(script, kind, plain or logits)
         try:
@@ -69,11 +69,11 @@ def plan_logits(script: Script) -> Edits:
         except Unported:
             for loss in plain:
                 script.note(loss, MESSAGES["probabilities"])
-            for loss in filter(port.takes, logits):
+            for loss in filter(port.may_get_outputs, logits):
                 script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
     for value in filter(None, map(_compiled_loss, script.calls)):
         for loss in elements(script, script.flow.resolve(value)):
-            if _loss_name(script, loss):  # One of several outputs.
+            if _loss_name(script, loss):  # The loss of one of several outputs.
                 script.note(loss, MESSAGES["probabilities"])
     return edits
 
@@ -96,7 +96,7 @@ def _is_of_logits(script: Script, loss: Expression) -> bool:
 
 
 def _loss_name(script: Script, value: Expression) -> str:
-    """The name of a cross-entropy in `compile`, unless it is a call; else `""`."""
+    """The name of a cross-entropy that `compile` gets by name; else `""`."""
     name = string_of(value) or keras_name(script, value, "losses")
     is_known = name in _CLASSES or (string_of(value) and name in _FROM_LOGITS)
     return name if is_known else ""
@@ -107,27 +107,25 @@ def _compiled_loss(node: cst.Call) -> Expression | None:
 
 
 class _LossPort:
-    """Plans the port of all losses with one activation, and of their models."""
+    """Plans the port of all models that end with `kind`, and of their losses."""
 
     def __init__(self, script: Script, kind: str, losses: _LossNames) -> None:
         self._script = script
         self.kind = kind
         self._losses = losses
         models = (call for call in script.calls if is_model(script, call))
-        endings = [FinalCalls(script, call) for call in models]
-        endings = [ending for ending in endings if ending.kinds() == {kind}]
-        self._inner = {
-            node for ending in endings for node in ending.seen - {ending.model}
-        }
-        outer = [ending for ending in endings if ending.model not in self._inner]
-        predicting = {ending.model for ending in outer if self._predicts_only(ending)}
+        finals = [FinalCalls(script, call) for call in models]
+        finals = [final for final in finals if final.kinds() == {kind}]
+        self._inner = {node for final in finals for node in final.seen - {final.model}}
+        outer = [final for final in finals if final.model not in self._inner]
+        predicting = {final.model for final in outer if self._predicts_only(final)}
         self._inner |= predicting
         self.models = {e.model: e for e in outer if e.model not in predicting}
 
     def edits(self) -> Edits:
         """The edits of models, metrics, losses and predictions, or raise `Unported`."""
         if not self.models:
-            raise Unported("no model in sight")
+            raise Unported("no model")
         changes: list[tuple[cst.CSTNode, Expression]] = []
         wrapped: list[cst.Call] = []
         saved: list[cst.Call] = []
@@ -145,27 +143,27 @@ class _LossPort:
             elif method in NAMES["unclear_attributes"] and method != "add":
                 raise Unported(method)
             elif (called := self._script.call_of(use)) is not None:
-                wrapped += self._called(called)
+                wrapped += self._prediction_calls(called)
             elif call is None and not self._is_harmless(use):
-                raise Unported("used in other ways")
-        self._require_own(compiled)
+                raise Unported("other uses of a model")
+        self._refuse_other_losses(compiled)
         refuse_other_uses(self._script, self.models.values())
         return self._planned(changes, wrapped, saved)
 
-    def takes(self, loss: Expression) -> bool:
+    def may_get_outputs(self, loss: Expression) -> bool:
         """Whether a loss may get outputs of the models."""
         if loss in self._losses:
             return bool(self.models)
         script = self._script
 
-        def inside(value: Expression) -> list[Expression]:
+        def origins(value: Expression) -> list[Expression]:
             owner = [object_of(value)] if isinstance(value, cst.Call) else []
             return [*direct_values(script, value), *owner]
 
         uses = (loss, *script.uses_of(loss))
         calls = [script.call_of(use) or script.call_of_arg(use) for use in uses]
         values = [arg.value for c in calls if c is not None for arg in c.args[1:]]
-        reached_values = reachable([*filter(None, calls), *values], inside)
+        reached_values = reachable([*filter(None, calls), *values], origins)
         return not self.models.keys().isdisjoint(reached_values)
 
     def _uses(self) -> Iterator[Expression]:
@@ -175,29 +173,29 @@ class _LossPort:
                 if models - self.models.keys():
                     raise Unported("one of several models")
                 yield node
-            elif is_name(node, "self") and self._is_own(node):
+            elif is_name(node, "self") and self._is_called_self(node):
                 yield node
 
-    def _predicts_only(self, ending: FinalCalls) -> bool:
+    def _predicts_only(self, final: FinalCalls) -> bool:
         """Whether the script uses a model, and passes its outputs to no loss.
 
         An example is a `Sequential` of a trained model and a softmax.
         """
         script = self._script
-        uses = [] if ending.classes else script.uses_of(ending.model)
+        uses = [] if final.classes else script.uses_of(final.model)
         calls = [script.call_of(use) for use in uses]
         return bool(uses) and all(
             method_name(script.method_call(use)) in NAMES["predicting_methods"]
-            or (call and not is_traced(script, call) and self._is_result(call))
+            or (call and not is_traced(script, call) and self._is_prediction(call))
             for use, call in zip(uses, calls, strict=True)
         )
 
-    def _is_result(self, call: cst.Call) -> bool:
-        """Whether the result of a call of a model goes to no loss."""
+    def _is_prediction(self, call: cst.Call) -> bool:
+        """Whether the result of a call of a model reaches no loss."""
         uses = [call, *self._script.uses_of(call)]
-        return not any(self._takes_logits(use) or self._leaves(use) for use in uses)
+        return not any(self._accepts_logits(use) or self._escapes(use) for use in uses)
 
-    def _is_own(self, node: cst.CSTNode) -> bool:
+    def _is_called_self(self, node: cst.CSTNode) -> bool:
         """Whether a node is `self` in `self(x)`, in the class of one of the models."""
         owners = {owner for model in self.models.values() for owner in model.classes}
         is_called = self._script.call_of(node) is not None
@@ -207,16 +205,16 @@ class _LossPort:
         return {last: None for model in self.models.values() for last in model.calls}
 
     def _metrics(self, call: cst.Call) -> Iterator[tuple[cst.CSTNode, Expression]]:
-        """The metrics in a call of `compile` to replace, each with its replacement."""
+        """Pairs of a metric in a call of `compile` and its replacement."""
         metrics = arg_value(call, 3, "metrics") or arg_value(call, 9, "metrics")
         if metrics is not None and not isinstance(metrics, cst.List):
             raise Unported("metrics are not a list")
         units = {units_of(self._script, last) for last in self._ends()}
         is_binary = any("binary" in name.lower() for name in self._losses.values())
-        is_one = units == {"1"} or (is_binary and units == {""})
+        has_one_unit = units == {"1"} or (is_binary and units == {""})
         for node in elements_of(metrics):
             is_accuracy = string_of(node) in {"accuracy", "acc"}
-            if self._ranks(node) and not (is_accuracy and is_one):
+            if self._ranks(node) and not (is_accuracy and has_one_unit):
                 continue
             if self.kind == "sigmoid" and is_accuracy:
                 text = "keras.metrics.BinaryAccuracy(name={name}, threshold=0)"
@@ -224,8 +222,8 @@ class _LossPort:
             else:
                 raise Unported("a metric of probabilities")
 
-    def _called(self, call: cst.Call) -> list[cst.Call]:
-        """The call of a model if its result is predictions; none if losses get it."""
+    def _prediction_calls(self, call: cst.Call) -> list[cst.Call]:
+        """The call of a model for predictions; empty if losses get its result."""
         script = self._script
         assign = script.parent(call)
         targets = assign.targets if isinstance(assign, cst.Assign) else ()
@@ -234,22 +232,22 @@ class _LossPort:
             use for d in definitions if d is not None for use in script.flow.uses(d)
         ]
         uses = uses or [call]
-        is_inner = [self._takes_logits(use) for use in uses]
-        if all(is_inner):
+        in_losses = [self._accepts_logits(use) for use in uses]
+        if all(in_losses):
             return []
-        if any(is_inner) or is_traced(script, call) or any(map(self._leaves, uses)):
-            raise Unported("its result is used in several ways")
+        if any(in_losses) or is_traced(script, call) or any(map(self._escapes, uses)):
+            raise Unported("the result of a model has several uses")
         return [call]
 
-    def _leaves(self, node: cst.CSTNode) -> bool:
-        """Whether a value is returned, assigned, or passed to another function."""
+    def _escapes(self, node: cst.CSTNode) -> bool:
+        """Whether the script returns, assigns, or passes a value to its functions."""
         parent, call = self._script.parent(node), self._script.call_of_arg(node)
         name = (dotted_name(call.func) or "") if call is not None else ""
-        is_ours = bool(self._script.functions(name.removeprefix("self.")))
-        return is_ours or isinstance(parent, cst.Return | cst.Assign)
+        is_passed = bool(self._script.functions(name.removeprefix("self.")))
+        return is_passed or isinstance(parent, cst.Return | cst.Assign)
 
-    def _takes_logits(self, node: cst.CSTNode) -> bool:
-        """Whether a value is an argument of a loss, or of a metric that only ranks."""
+    def _accepts_logits(self, node: cst.CSTNode) -> bool:
+        """Whether a value is an argument of a loss, or of a metric of the ranking."""
         call = self._script.call_of_arg(node)
         if call is None:
             return False
@@ -261,7 +259,7 @@ class _LossPort:
         )
 
     def _ranks(self, metric: Expression) -> bool:
-        """Whether a metric only ranks classes, and so is equal for logits."""
+        """Whether a metric depends only on the ranking, which logits do not change."""
         value = metric.func if isinstance(metric, cst.Call) else metric
         name = string_of(metric) or keras_name(self._script, value, "metrics")
         return name in NAMES["ranking_metrics"]
@@ -280,24 +278,24 @@ class _LossPort:
             self._script.functions(dotted_name(call.func) or "")
         )
 
-    def _require_own(self, compiled: set[cst.CSTNode]) -> None:
+    def _refuse_other_losses(self, compiled: set[cst.CSTNode]) -> None:
         script = self._script
         models = {call for call in script.calls if is_model(script, call)}
         others = models - self.models.keys() - self._inner
         for loss in self._losses:
             calls = (p for p in script.parents(loss) if isinstance(p, cst.Call))
-            inside = {call for call in calls if _compiled_loss(call) is not None}
-            if (others and not inside) or not inside <= compiled:
-                raise Unported("a loss that may be of another model")
+            compiles = {call for call in calls if _compiled_loss(call) is not None}
+            if (others and not compiles) or not compiles <= compiled:
+                raise Unported("a loss that another model may use")
         if not all(self._has_loss(call) for call in script.calls if call in compiled):
             raise Unported("a model with another loss")
         for call in script.calls:
             prediction = arg_value(call, 1, "y_pred")
-            if prediction is not None and self._takes_logits(prediction):
-                self._require_alone(prediction)
+            if prediction is not None and self._accepts_logits(prediction):
+                self._refuse_other_terms(prediction)
 
-    def _require_alone(self, prediction: Expression) -> None:
-        """Raise `Unported` if the parameter that a loss gets has other uses.
+    def _refuse_other_terms(self, prediction: Expression) -> None:
+        """Raise `Unported` if a loss's predictions are a parameter with other uses.
 
         An example is the loss `binary_crossentropy(y_true, y_pred) + dice(...)`.
         """
@@ -307,7 +305,7 @@ class _LossPort:
             d for d in reaching if isinstance(script.parent(d.node), cst.Param)
         ]
         uses = [use for parameter in parameters for use in script.flow.uses(parameter)]
-        if not all(map(self._takes_logits, uses)):
+        if not all(map(self._accepts_logits, uses)):
             raise Unported("the probabilities have other uses")
 
     def _has_loss(self, compiled: cst.Call) -> bool:
@@ -336,7 +334,7 @@ class _LossPort:
         for call in wrapped:
             edits.wrappers[call] = f"keras.ops.{self.kind}({{x}})"
         for call in saved:
-            script.note(call, f"the saved model gives logits now, without {self.kind}")
+            script.note(call, f"the saved model returns logits, without {self.kind}")
         for last in self._ends():
             plan_without_activation(script, edits, last)
             script.note(last, MESSAGES["activation_gone"].format(kind=self.kind))
@@ -355,7 +353,7 @@ def _plan_loss(script: Script, edits: Edits, loss: Expression, name: str) -> Non
 
 
 def _final_values(script: Script, node: Expression) -> set[Expression]:
-    """The possible values of an expression that have no further values."""
-    # The None of a bare `return` has no parent.
+    """The possible values of an expression, without variables between."""
+    # The None for a `return` without a value has no parent.
     values = (value for value in possible_values(script, node) if script.parent(value))
     return {e for e in values if e is not node and not direct_values(script, e)}

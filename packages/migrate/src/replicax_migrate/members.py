@@ -19,7 +19,7 @@ __all__ = ["ported_attribute", "ported_parameter", "report_overridden"]
 def ported_attribute(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> Expression:
-    """Port an attribute of an object; return `updated` if there is no rule.
+    """Port an attribute of an object; return `updated` for an unknown attribute.
 
     Raises:
         Unported: If the attribute must stay.
@@ -36,18 +36,18 @@ def _of_extended(
         return updated
     if attr_of(script.parent(node)) == "call_for_each_replica":
         return updated.value
-    raise Unported("there is no strategy.extended: use the strategy's methods")
+    raise Unported("strategies have no `extended`: use the strategy's methods")
 
 
 def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
-    """Port `"bn" in v.name` to `"bn" in v.path`, which has the names of layers."""
-    is_part = is_searched_name(script, node)
-    return updated.with_changes(attr=cst.Name("path")) if is_part else updated
+    """Port `"bn" in v.name` to `"bn" in v.path`, which contains the names of layers."""
+    is_searched = is_searched_name(script, node)
+    return updated.with_changes(attr=cst.Name("path")) if is_searched else updated
 
 
 def _of_rate(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
-    is_own = any(attr_of(d.node) == "lr" for d in script.flow.definitions)
-    if is_own or not is_kind(script, node.value, "optimizer"):
+    defines_lr = any(attr_of(d.node) == "lr" for d in script.flow.definitions)
+    if defines_lr or not is_kind(script, node.value, "optimizer"):
         return updated
     return updated.with_changes(attr=cst.Name("learning_rate"))
 
@@ -68,7 +68,7 @@ def _of_shape(
 
 
 def _is_shape(script: Script, node: Expression) -> bool:
-    """Whether an expression is `x.shape`, or the parameter of a method like `build`."""
+    """Whether an expression is `x.shape`, or a parameter of `build` and the like."""
     function = script.function_of(node)
     gets_shape = function is not None and function.name.value in NAMES["with_shapes"]
     shapes = [p.name.value for p in function.params.params[1:]] if function else []
@@ -94,24 +94,24 @@ _RULES: dict[str, Callable[[Script, cst.Attribute, cst.Attribute], Expression]] 
 
 def report_overridden(script: Script, node: cst.ClassDef) -> None:
     """Report methods of a class of the script that Keras 3 does not call."""
-    for kind, why in OVERRIDDEN.items():
+    for kind, remedies in OVERRIDDEN.items():
         if is_class_of(script, node, (kind,)):
             for name, method in methods_of(node).items():
-                if name in why:
-                    reason = MESSAGES["not_called"].format(name, why[name])
+                if name in remedies:
+                    reason = MESSAGES["not_called"].format(name, remedies[name])
                     script.leave(method.name, reason)
 
 
 def ported_parameter(script: Script, node: cst.Param, updated: cst.Param) -> cst.Param:
-    """Give `training` and `mask` of `call` the default None, which Keras 3 fills in."""
+    """Add the default None to `training` and `mask`: Keras 3 passes the values."""
     function = script.function_of(node)
     params = function.params.params if function is not None else ()
     later = params[params.index(node) :] if node in params else ()
-    is_filled = all(is_name(p.name, "training", "mask") or p.default for p in later)
+    are_optional = all(is_name(p.name, "training", "mask") or p.default for p in later)
     if function is None or function.name.value != "call" or node.default:
         return updated
-    is_own = is_class_of(script, script.class_around(function), ("layer", "model"))
-    if not (later and is_filled and is_own):
+    is_method = is_class_of(script, script.class_around(function), ("layer", "model"))
+    if not (later and are_optional and is_method):
         return updated
     blank = cst.SimpleWhitespace(" " * (node.annotation is not None))
     equal = cst.AssignEqual(blank, blank)

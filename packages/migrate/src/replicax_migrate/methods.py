@@ -1,6 +1,6 @@
 """Rules for methods of strategies, iterators, checkpoints and objects of Keras.
 
-`x.numpy()` becomes `keras.ops.convert_to_numpy(x)`. A rule goes by the method's name.
+`x.numpy()` becomes `keras.ops.convert_to_numpy(x)`. The method's name selects the rule.
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ __all__ = ["plan_resets", "port_method"]
 
 
 def port_method(site: CallSite) -> Expression:
-    """Port a call of a method; return the call itself if there is no rule.
+    """Port a call of a method; return the call itself for an unknown method.
 
     Raises:
         Unported: If the call must stay.
@@ -63,7 +63,7 @@ def port_method(site: CallSite) -> Expression:
 
 
 def _is_of_module(script: Script, node: cst.Call) -> bool:
-    """Whether a call is of a function in an imported module: `inspect.unwrap(f)`."""
+    """Whether a call is a function of an imported module: `inspect.unwrap(f)`."""
     root = first_name(node.func)
     name = script.names.imported(root) if root else None
     return name is not None and "." not in name
@@ -84,7 +84,7 @@ def _numpy(site: CallSite) -> Expression:
 
 
 def _optional_rule(text: str) -> Rule:
-    """Make the rule for a method of what `get_next_as_optional` returns."""
+    """Make a rule for a method of the result of `get_next_as_optional`."""
 
     def rule(site: CallSite) -> Expression:
         optional = site.script.flow.resolve(site.owner)
@@ -99,7 +99,7 @@ def _optional_rule(text: str) -> Rule:
 
 
 def plan_resets(script: Script) -> Edits:
-    """Plan to rename the method `reset_states` of metrics and layers to `reset_state`.
+    """Plan to rename definitions of `reset_states` in metrics and layers.
 
     Keras 3 does not call `reset_states`.
     """
@@ -119,16 +119,16 @@ def _is_of_keras(script: Script, owner: cst.ClassDef | None) -> bool:
 
 
 def _save(site: CallSite) -> Expression:
-    """Port `model.save(...)`: drop `save_format=`, as the suffix decides."""
-    has_keyword = "model" in site.script.code(site.receiver).lower()
-    is_model = has_keyword or is_kind(site.script, site.owner, "model")
+    """Port `model.save(...)`: drop `save_format=`, since the suffix decides."""
+    has_name = "model" in site.script.code(site.receiver).lower()
+    is_model = has_name or is_kind(site.script, site.owner, "model")
     return site.with_args(port_keywords(site, "save" if is_model else "checkpoint"))
 
 
 def _add_weight(site: CallSite) -> Expression:
-    """Name the arguments of `add_weight`: Keras 3 has the shape first."""
+    """Add keywords to the arguments of `add_weight`: in Keras 3, the shape is first."""
     names = ["name", "shape", "dtype", "initializer"]
-    kept = [a for a in site.updated.args if not _is_usual(a)]
+    kept = [a for a in site.updated.args if not _is_default(a)]
     site = replace(site, updated=site.with_args(join_args(site.updated.args, kept)))
     args = site.updated.args
     positional = [a for a in args if a.keyword is None]
@@ -139,31 +139,31 @@ def _add_weight(site: CallSite) -> Expression:
     return site.name_args(names).as_method("add_weight")
 
 
-def _is_usual(arg: cst.Arg) -> bool:
-    """Whether an argument is `synchronization=` with the behaviour of Keras 3."""
-    usual = ("auto", "on_write")
-    return has_keyword(arg, "synchronization") and string_of(arg.value) in usual
+def _is_default(arg: cst.Arg) -> bool:
+    """Whether an argument is `synchronization=` with the default of Keras 3."""
+    defaults = ("auto", "on_write")
+    return has_keyword(arg, "synchronization") and string_of(arg.value) in defaults
 
 
 def _constructor(site: CallSite) -> Expression:
     """Port `super().__init__(self)`, which Keras 3 refuses, to `super().__init__()`.
 
-    Positional arguments of a loss or metric, and the name of a layer, get keywords.
+    Add keywords to positional arguments of losses and metrics, and to a layer's name.
     """
     args = site.updated.args
     if not calls_super(site.updated):
         return site.updated
     if len(args) == 1 and is_name(args[0].value, "self"):
         return site.updated.with_changes(args=[])
-    around = site.script.class_around(site.node)
-    ours = (owner for owner in with_bases(site.script, around) if owner is not around)
-    if any("__init__" in methods_of(owner) for owner in ours):
-        return site.updated  # A method of the script.
-    is_layer = around and is_class_of(site.script, around, ("layer", "model"))
+    owner = site.script.class_around(site.node)
+    bases = (base for base in with_bases(site.script, owner) if base is not owner)
+    if any("__init__" in methods_of(base) for base in bases):
+        return site.updated  # `super().__init__` is a method of the script.
+    is_layer = owner and is_class_of(site.script, owner, ("layer", "model"))
     if is_layer and len(args) == 1 and isinstance(args[0].value, cst.SimpleString):
-        # Keras 2 took the name for `trainable`.
+        # Scripts pass a name here; Keras 2 accepted it as the value of `trainable`.
         return site.with_args([with_keyword(args[0], "name")])
-    paths = [site.script.names.tf_path(b) for b in external_bases(site.script, around)]
+    paths = [site.script.names.tf_path(b) for b in external_bases(site.script, owner)]
     return (
         site.name_moved_args(paths[0]).updated if paths and paths[0] else site.updated
     )
@@ -186,14 +186,14 @@ def _update_state(site: CallSite) -> Expression:
 
 def _apply_gradients(site: CallSite) -> Expression:
     function = site.script.function_of(site.node)
-    is_counted = function is not None and calls_estimator_spec(site.script, function)
-    if not is_counted and any(has_keyword(a, "global_step") for a in site.node.args):
-        raise Unported("apply_gradients counts optimizer.iterations itself")
+    in_model_fn = function is not None and calls_estimator_spec(site.script, function)
+    if not in_model_fn and any(has_keyword(a, "global_step") for a in site.node.args):
+        raise Unported("apply_gradients counts optimizer.iterations: use this number")
     return site.with_args(port_keywords(site, "apply_gradients"))
 
 
 def _reset(site: CallSite) -> Expression:
-    """Port `reset_states` of Keras' objects, unless other classes define it too."""
+    """Port `reset_states` of Keras' objects, unless other classes define the method."""
     script = site.script
     owners = [class_of_method(script, f) for f in script.functions("reset_states")]
     if not all(_is_of_keras(script, owner) for owner in owners):
@@ -223,4 +223,4 @@ _METHODS: dict[str, Rule] = {
     "apply_gradients": _apply_gradients,
     "reset_states": _reset,
 }
-"""Rules by the name of the method."""
+"""By name of the method, the rule."""

@@ -39,7 +39,7 @@ _KERAS_ALIAS = re.compile(r"optimizers\.|(initializers|losses|metrics)\.[A-Z]")
 
 @functools.cache
 def path_in_tensorflow(name: str) -> str | None:
-    """The path of a full name in the spelling of TensorFlow 2; None for other packages.
+    """The path in TensorFlow 2 of a full name; None for other packages.
 
     Example:
         >>> path_in_tensorflow("tensorflow.compat.v1.train.Saver")
@@ -60,7 +60,7 @@ def path_in_tensorflow(name: str) -> str | None:
 
 
 def _public_path(path: str) -> str:
-    """The public path of a name in an inner module of Keras 2.
+    """The public path of a name in a private module of Keras 2.
 
     `keras.layers.core.dense.Dense` is `keras.layers.Dense`, and the module
     `keras.layers.core` is `keras.layers`.
@@ -71,7 +71,7 @@ def _public_path(path: str) -> str:
     if name in NAMES["old_modules"]:
         return _public_path(".".join(package))
     if any(module.endswith("_v1") for module in package):
-        return path  # They had another class of that name.
+        return path  # Modules `..._v1` define another class with the same name.
     for n in range(len(package) - 1, 1, -1):
         if is_known(public := ".".join([*package[:n], name])):
             return public
@@ -82,8 +82,8 @@ class Names:
     """Resolves names of one module by its scopes, imports and aliases.
 
     Attributes:
-        is_assumed: Whether the script uses `tf` and does not bind it.
-        ambiguous: By key of a variable, its path, if it is assigned other values too.
+        is_assumed: Whether the script uses `tf` without binding `tf`.
+        ambiguous: By key of a variable that also has other values, one of its paths.
     """
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
@@ -129,26 +129,26 @@ class Names:
     def starred(self, name: str) -> str | None:
         """The path of a name that `from tensorflow.keras.layers import *` may bind.
 
-        A name that none of these modules has counts for the last one, unless the
-        script also imports names of another package with `*`.
+        An unknown name belongs to the last of these modules, unless the script also
+        imports names of another package with `*`.
         """
         paths = [path_in_tensorflow(module) for module in self._stars]
-        ours = [p for p in paths if p and f"{p}.".startswith("keras.")]
-        for path in reversed(ours):
+        modules = [p for p in paths if p and f"{p}.".startswith("keras.")]
+        for path in reversed(modules):
             if find_target(f"{path}.{name}") or f"{path}.{name}" in NEED_TENSORFLOW:
                 return f"{path}.{name}"
-        is_ours = bool(ours) and len(ours) == len(paths)
+        is_only_keras = bool(modules) and len(modules) == len(paths)
         is_special = name.startswith("__") or self.is_bound(name)
-        return f"{ours[-1]}.{name}" if is_ours and not is_special else None
+        return f"{modules[-1]}.{name}" if is_only_keras and not is_special else None
 
     def imported(self, node: cst.CSTNode | None) -> str | None:
-        """The full name of a dotted name whose first part is imported; else None."""
+        """The full name of a dotted name, if an import binds its first part."""
         text, root = dotted_name(node), first_name(node)
         scope = self._scopes.get(root) if root else None
         return self._module_name(scope, text) if scope and text else None
 
     def is_read(self, node: cst.Name) -> bool:
-        """Whether a name is read here, neither bound nor a keyword."""
+        """Whether a node reads its name; False for bindings and keywords."""
         scope = self._scopes.get(node)
         accesses = scope.accesses[node.value] if scope else ()
         return any(access.node is node for access in accesses)
@@ -163,7 +163,7 @@ class Names:
         return (0, name.value)
 
     def is_bound(self, name: str, path: str | None = None) -> bool:
-        """Whether a scope binds `name`; with `path`, to anything but that path."""
+        """Whether a scope binds `name`; if `path` is set, to another value."""
         names = (self._module_name(s, name) for s in self._all_scopes if name in s)
         return any(path is None or path_in_tensorflow(n or "") != path for n in names)
 
@@ -178,12 +178,12 @@ class Names:
         return self._aliases.get(self.key(name) or (0, ""))
 
     def alias_paths(self, name: str) -> set[str | None]:
-        """The paths of a name in all scopes; None for a scope where it has no path."""
+        """The paths of a name in all scopes; None for another value in a scope."""
         bound = (assignment for scope in self._all_scopes for assignment in scope[name])
         return {self._aliases.get((id(assignment.scope), name)) for assignment in bound}
 
     def _find_aliases(self, module: cst.Module) -> None:
-        """Find the variables whose only value in their scope is one path."""
+        """Find the variables that are bound to one path only."""
         paths = defaultdict[tuple[int, str], dict[cst.CSTNode, str]](dict)
         for node in find(module, cst.Assign):
             target, path = node.targets[0].target, self.tf_path(node.value)
@@ -192,9 +192,9 @@ class Names:
         scopes = {id(scope): scope for scope in self._all_scopes}
         for key, by_target in paths.items():
             bound = scopes[key[0]][key[1]] if key[0] in scopes else ()
-            is_all = all(
+            are_paths = all(
                 getattr(assignment, "node", None) in by_target for assignment in bound
             )
-            is_one = is_all and len(set(by_target.values())) == 1
-            table = self._aliases if is_one else self.ambiguous
+            is_alias = are_paths and len(set(by_target.values())) == 1
+            table = self._aliases if is_alias else self.ambiguous
             table[key] = next(iter(by_target.values()))

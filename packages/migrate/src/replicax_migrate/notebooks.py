@@ -1,8 +1,8 @@
 """Ports Jupyter notebooks: joins the code cells to one script, and splits its port.
 
 In the script, `pass  # %% 3` begins the third cell, and `pass  # IPython: %cd x` stands
-for a line that only IPython reads. Cells under `%%writefile x.py` are scripts of their
-own.
+for a command of IPython. A cell that begins with `%%writefile x.py` is a separate
+script.
 """
 
 import ast
@@ -25,28 +25,28 @@ _CELL = "pass  # %% "
 _COMMAND = "pass  # IPython: "
 _IPYTHON = re.compile(r"\s*([%!?].*|[\w, .]+=\s*[%!].*|[\w.]+\?\??)")
 _IMPORT = re.compile(rf"{_COMMAND}.*\b(import|from) tensorflow\b")
-"""An import in a cell that is not Python, such as a script for `%%bash`."""
+"""An import in a cell that IPython does not run as Python, such as in `%%bash`."""
 _FILE = re.compile(r"%%(writefile|file)\s+\S+\.py\s*")
-"""The first line of a cell that is written to a file as a script."""
+"""The first line of a cell that IPython writes to a file as a script."""
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 """First lines of cells whose other lines are Python."""
 
 
 def port_notebook(source: bytes) -> Ported:
-    r"""Port the code of a notebook, as `port` does with a script.
+    r"""Port the code of a notebook, like `port` does for a script.
 
-    Text, outputs and IPython's commands stay. Code that ends up in one block, such as
-    under `with strategy.scope():`, stands in the first of its cells.
+    Text, outputs and IPython's commands stay. If the port joins code of several cells
+    to one block, such as `with strategy.scope():`, the first cell gets the block.
 
     Args:
         source: The text of an .ipynb file.
 
     Returns:
-        The ported text and the findings, whose lines are those of `cell`.
+        The ported text and the findings, whose line numbers count in `cell`.
 
     Raises:
-        ValueError: If the text is not a notebook, or a cell is neither Python nor a
-            command of IPython.
+        ValueError: If the text is not a notebook, or a cell is neither Python nor
+            commands of IPython.
 
     Example:
         >>> import json
@@ -63,16 +63,16 @@ def port_notebook(source: bytes) -> Ported:
     try:
         ported = port(script.encode())
     except cst.ParserSyntaxError as error:
-        where = in_cells([Finding(error.raw_line, "", error.message)], script)[0]
-        raise ValueError(f"{where.place}: {error.message}") from error
-    texts = [
+        finding = in_cells([Finding(error.raw_line, "", error.message)], script)[0]
+        raise ValueError(f"{finding.place}: {error.message}") from error
+    text_cells = [
         Finding(number, line.removeprefix(_COMMAND)[:70], MESSAGES["cell_of_text"])
         for number, line in enumerate(script.splitlines(), 1)
         if _IMPORT.match(line)
     ]
     if (text := ported.source.decode()) != script:
         _set_code(notebook, _tensorflow_last(text))
-    left = [*in_cells([*ported.left, *texts], script)]
+    left = [*in_cells([*ported.left, *text_cells], script)]
     notes = [*in_cells(ported.notes, script)]
     for number, cell in enumerate(_code_cells(notebook), 1):
         if (file := _ported_file(cell, number)) is not None:
@@ -97,7 +97,7 @@ def _position(finding: Finding) -> tuple[int, Finding]:
 
 
 def _ported_file(cell: dict[str, Any], number: int) -> Ported | None:
-    """Port the script that a cell writes to a file; None if it writes no Python."""
+    """Port the script in a cell with `%%writefile`; None for other cells."""
     first, _, code = "".join(cell["source"]).partition("\n")
     try:
         ported = port(code.encode()) if _FILE.fullmatch(first) else None
@@ -114,12 +114,12 @@ def _ported_file(cell: dict[str, Any], number: int) -> Ported | None:
 
 
 def script_of(source: bytes) -> str:
-    """The code of a notebook as one script; a ValueError if the text is not one."""
+    """The code of a notebook as one script; raise ValueError for other texts."""
     return _script(_read(source))
 
 
 def in_cells(findings: Iterable[Finding], script: str) -> tuple[Finding, ...]:
-    """Convert lines of the joined script in findings to cells and their lines."""
+    """Convert line numbers of the joined script to numbers of cells and their lines."""
     lines = script.splitlines()
     starts = [n for n, line in enumerate(lines, 1) if line.startswith(_CELL)]
     converted = []
@@ -150,7 +150,7 @@ def _script(notebook: dict[str, Any]) -> str:
 
 
 def _as_python(code: str) -> str:
-    """A cell with commands of IPython as comments, and without a common indent."""
+    """The code of a cell, with commands of IPython as `pass`, and without indent."""
     try:
         ast.parse(code)
     except SyntaxError:
@@ -159,14 +159,14 @@ def _as_python(code: str) -> str:
         return code
     if indent := re.match(r"[ \t]+", code):
         code = re.sub(f"^{indent[0]}", "", code, flags=re.MULTILINE)
-    is_text = code.startswith("%%") and not code.startswith(_PYTHON_CELLS)
-    lines, blanks, continues = [], "", False
+    is_text_cell = code.startswith("%%") and not code.startswith(_PYTHON_CELLS)
+    lines, blanks, is_continued = [], "", False
     for line in code.split("\n"):
-        if is_text or continues or _IPYTHON.fullmatch(line):
-            if not is_text and not continues:
+        if is_text_cell or is_continued or _IPYTHON.fullmatch(line):
+            if not is_text_cell and not is_continued:
                 blanks = line[: -len(line.lstrip())]
             indent = blanks if line.startswith(blanks) else ""
-            continues = line.endswith("\\")
+            is_continued = line.endswith("\\")
             line = f"{indent}{_COMMAND}{line.removeprefix(indent)}"
         lines.append(line)
     return "\n".join(lines)
@@ -174,7 +174,7 @@ def _as_python(code: str) -> str:
 
 def _set_code(notebook: dict[str, Any], script: str) -> None:
     codes: dict[int, list[str]] = {}
-    number = 1  # Imports may come before the first cell.
+    number = 1  # The port may insert imports above the first cell.
     for line in script.splitlines(keepends=True):
         if line.startswith(_CELL):
             number = int(line.removeprefix(_CELL))
@@ -188,12 +188,12 @@ def _set_code(notebook: dict[str, Any], script: str) -> None:
 
 
 def _tensorflow_last(script: str) -> str:
-    """Move imports of TensorFlow, with their marks, below the others of their cell.
+    """Move imports of TensorFlow, with their marks, below the cell's other imports.
 
-    Without TensorFlow, the other imports then run before the error.
+    If TensorFlow is not installed, the other imports then run before the error.
     """
     lines = script.splitlines(keepends=True)
-    place: int | None = None  # Below the other imports of this cell.
+    place: int | None = None  # The line below the other imports of this cell.
     for node in reversed(ast.parse(script).body):
         start, end = node.lineno - 1, node.end_lineno or node.lineno
         if lines[start].startswith(_CELL):

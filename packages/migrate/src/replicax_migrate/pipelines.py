@@ -1,9 +1,9 @@
 """Ports `tf.data` pipelines to Grain.
 
 `tf.data.Dataset.from_tensor_slices(x).batch(8).prefetch(1)` becomes
-`rx.input.numpy_dataset(x).batch(8)`. A pipeline is a group of datasets that are made
-from each other. It is ported if all its sources, operators and host functions have a
-counterpart; otherwise all of it stays.
+`rx.input.numpy_dataset(x).batch(8)`. A pipeline is a group of datasets with common
+sources or operators. The pass ports a pipeline if all sources, operators and host
+functions have a counterpart; otherwise the whole pipeline stays.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,16 +47,15 @@ from replicax_migrate.values import possible_values
 __all__ = ["PIPELINE_STAYS", "plan_pipelines"]
 
 PIPELINE_STAYS = "stays a tf.data pipeline, which needs TensorFlow"
-"""The start of the reason for a pipeline that stays."""
+"""The beginning of the reason for a pipeline that stays."""
 
 
 def plan_pipelines(script: Script) -> Edits:
-    """Plan the port of each pipeline, or keep all of it and report why."""
+    """Plan the port of each pipeline, or keep the whole pipeline and report why."""
     edits = Edits()
     for call in script.calls:
-        if (
-            script.called_path(call) in NEED_TENSORFLOW
-        ):  # Such as `standardize=function`.
+        # Functions such as `standardize=function` run in TensorFlow.
+        if script.called_path(call) in NEED_TENSORFLOW:
             for arg in call.args:
                 edits.unchanged.update(
                     {*script.functions(dotted_name(arg.value) or "")}
@@ -113,8 +112,8 @@ def _problems_of_operator(
     script: Script, group: PipelineGroup, call: cst.Call, maps: set[cst.Call]
 ) -> Iterator[str]:
     name = method_name(call)
-    is_loop = name != "enumerate" or is_looped(script, call)
-    if name not in METHOD_RULES or not is_loop:
+    is_supported = name != "enumerate" or is_looped(script, call)
+    if name not in METHOD_RULES or not is_supported:
         yield f"Grain's datasets have no `{name}` like tf.data's"
     before = calls_before(script, call) if name == "shuffle" else ()
     repeats = (operator for operator in before if method_name(operator) == "repeat")
@@ -129,11 +128,10 @@ def _problems_of_map(
 ) -> Iterator[str]:
     function = arg_value(call, 0, "map_func")
     if function is None:
-        yield "the function of `map` was not found"
+        yield "pass `map` a function"
         return
     if example_function(script, function, function) is None:
-        text = script.code(function)
-        yield f"how many arguments `{text}` takes cannot be seen"
+        yield f"the number of arguments of `{script.code(function)}` is unknown"
     functions = host_functions_of(script, function)
     for inner in sorted(functions, key=script.line):
         if why := host_problem(script, inner):
@@ -145,12 +143,12 @@ def _problems_of_map(
 def _plan(script: Script, edits: Edits, group: PipelineGroup) -> None:
     for node in group.unknown:
         text = script.code(node)
-        script.note(node, f"`{text}` is not made here: taken for a Grain dataset")
+        script.note(node, f"`{text}` has an unknown origin: assumed to be Grain's")
     plan_loads(script, edits, group.foreign)
     for node, path in group.sources:
-        if (made_by := SOURCE_RULES.get(path)) is not None:
+        if (source_rule := SOURCE_RULES.get(path)) is not None:
             edits.unchanged.add(node.func)
-            edits.replacements[node] = bound_rule(script, node, made_by)
+            edits.replacements[node] = bound_rule(script, node, source_rule)
     rules = {**METHOD_RULES, **STREAM_RULES} if group.is_stream else METHOD_RULES
     for call in group.operators:
         _keep_dropped_arguments(script, edits, call)
@@ -164,14 +162,14 @@ def _plan(script: Script, edits: Edits, group: PipelineGroup) -> None:
 def _plan_epochs(script: Script, edits: Edits, group: PipelineGroup) -> None:
     """Plan `next_epoch` for loops that may iterate over a shuffled dataset again.
 
-    Strategies and `fit` shuffle each epoch anew.
+    Strategies and `fit` need no `next_epoch`: they reshuffle in each epoch.
     """
     datasets = {*group.operators, *(node for node, _ in group.sources)}
-    kept = "reshuffle_each_iteration"
-    orders = [
-        arg_value(c, 2, kept) for c in group.operators if method_name(c) == "shuffle"
+    flag = "reshuffle_each_iteration"
+    flags = [
+        arg_value(c, 2, flag) for c in group.operators if method_name(c) == "shuffle"
     ]
-    if not group.is_stream and all(is_name(iterable, "False") for iterable in orders):
+    if not group.is_stream and all(is_name(value, "False") for value in flags):
         return
     for loop in script.nodes(cst.For, cst.CompFor):
         iterable = loop.iter
@@ -200,8 +198,8 @@ def _plan_map(script: Script, edits: Edits, call: cst.Call) -> None:
     for inner in functions:
         plan_copies(script, edits, inner)
         if inner in script.edits.traced_functions:
-            used = MESSAGES["used_in_step"].format(function=script.code(function))
-            script.leave(call, used)
+            reason = MESSAGES["used_in_step"].format(function=script.code(function))
+            script.leave(call, reason)
 
 
 def _keep(
@@ -220,7 +218,7 @@ def _keep(
 
 
 def _keep_dropped_arguments(script: Script, edits: Edits, call: cst.Call) -> None:
-    """Do not visit arguments that the port drops, so that no rule reports them."""
+    """Keep arguments that the port drops, so that no rule reports the arguments."""
     for arg in call.args:
         path = script.names.tf_path(arg.value) or ""
         is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")

@@ -1,4 +1,4 @@
-"""Ports one script: takes its text, returns the ported text and a report."""
+"""`port` maps the text of a script to the ported text and a report."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class Ported:
 
     Attributes:
         source: The ported text, in the encoding of the original.
-        left: What stays to port by hand, by line of the original.
-        notes: What behaves differently once ported, by line of the original.
+        left: Findings of code to port by hand, by line of the original.
+        notes: Findings of ported code that behaves differently.
     """
 
     source: bytes
@@ -48,8 +48,8 @@ class Ported:
 def port(source: bytes) -> Ported:
     r"""Port a `tf.distribute` script to replicax, Keras 3 and Grain.
 
-    The script is neither run nor imported. Comments `# replicax: <reason>` in the text
-    mark what is left to do. Porting a ported script changes nothing.
+    The function neither runs nor imports the script. Comments `# replicax: <reason>` in
+    the ported text mark code to port by hand. A second port changes nothing.
 
     Args:
         source: The text of a Python module, in its encoding.
@@ -59,7 +59,7 @@ def port(source: bytes) -> Ported:
 
     Raises:
         libcst.ParserSyntaxError: If the text is not Python.
-        SyntaxError: If it is not in the encoding that it declares, or in UTF-8.
+        SyntaxError: If the text is not in its declared encoding, by default UTF-8.
 
     Example:
         >>> ported = port(b"import tensorflow as tf\nx = tf.reduce_sum([1, 2])\n")
@@ -88,8 +88,8 @@ def _ported_module(script: Script) -> cst.Module:
     changed = imports.ported_imports(script, changed)
     if script.names.is_assumed:
         line = min((script.line(s) for s in script.module.body), default=1)
-        what = "`tf` is nowhere imported: it is taken for TensorFlow"
-        script.findings.add(Finding(line, "tf", what, is_left=False))
+        reason = "no import binds `tf`: the port assumes TensorFlow"
+        script.findings.add(Finding(line, "tf", reason, is_left=False))
     return changed
 
 
@@ -118,7 +118,7 @@ _PASSES = (
     methods.plan_resets,
     layer_calls.plan_layer_calls,
 )
-"""The analysis passes, in order: each sees the edits of the earlier ones."""
+"""The analysis passes, in order: a pass sees the edits of earlier passes."""
 
 _REPORTS = (
     imports.report_rebound,
@@ -126,14 +126,14 @@ _REPORTS = (
     functional.report_functional,
     layer_calls.report_layers,
 )
-"""Report code that stays, and would train to other numbers without an error."""
+"""Report code that trains to other numbers after the port without an error."""
 
 
 def _result(findings: set[Finding], source: bytes, marked: list[Finding]) -> Ported:
     reasons = {finding.reason for finding in findings}
-    together = {*findings, *(f for f in marked if f.reason not in reasons)}
-    left = tuple(sorted(_left_findings(together)))
-    notes = tuple(sorted(f for f in together if not f.is_left))
+    findings = {*findings, *(f for f in marked if f.reason not in reasons)}
+    left = tuple(sorted(_left_findings(findings)))
+    notes = tuple(sorted(f for f in findings if not f.is_left))
     return Ported(source=source, left=left, notes=notes)
 
 

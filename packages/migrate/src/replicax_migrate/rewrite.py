@@ -40,7 +40,7 @@ _Block = TypeVar("_Block", cst.IndentedBlock, cst.Module)
 
 
 class Rewriter(cst.CSTTransformer):
-    """Ports all nodes but imports, which `imports` ports afterwards."""
+    """Ports all nodes except imports, which `imports` ports later."""
 
     def __init__(self, script: Script) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Rewriter(cst.CSTTransformer):
         self._unchanged = set(script.edits.unchanged)
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Visit the children of a node, unless the node is ported as a whole."""
+        """Visit the children of a node, unless they stay unchanged."""
         if node in self._unchanged:
             return False
         find_unchanged = _UNCHANGED.get(type(node))
@@ -57,7 +57,7 @@ class Rewriter(cst.CSTTransformer):
         return children is not None
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Port a node whose children are ported, by its edits or else by its type."""
+        """Port a node with ported children, by its edits or else by its type."""
         script, edits = self._script, self._script.edits
         result: Any = updated_node
         port = _PORTS.get(type(original_node))
@@ -81,7 +81,7 @@ class Rewriter(cst.CSTTransformer):
 def _ported_statement(
     script: Script, original: Statement, result: Replacement
 ) -> Replacement:
-    """Add marks, comments and inserted lines to a ported statement, and record it."""
+    """Add marks, comments and inserted lines to a ported statement; record the port."""
     is_flat = isinstance(result, cst.FlattenSentinel)
     nodes: list[Any] = list(result) if is_flat else [result]
     if result is cst.RemovalSentinel.REMOVE:
@@ -117,8 +117,8 @@ def _attribute(
 
 
 def _name(script: Script, node: cst.Name, updated: cst.Name) -> Expression:
-    is_ours = script.names.tf_path(node) is not None and script.names.is_read(node)
-    return _ported_name(script, node) if is_ours else updated
+    is_of_tf = script.names.tf_path(node) is not None and script.names.is_read(node)
+    return _ported_name(script, node) if is_of_tf else updated
 
 
 def _ported_name(script: Script, node: cst.Name | cst.Attribute) -> Expression:
@@ -129,8 +129,9 @@ def _ported_name(script: Script, node: cst.Name | cst.Attribute) -> Expression:
     if target is None:
         script.leave(node, find_reason(path))
         return node
-    if statements.is_version_of_tensorflow(script, node) and _is_compared(script, node):
-        script.leave(node, "compares a version of TensorFlow: remove it")
+    is_version = statements.is_version_of_tensorflow(script, node)
+    if is_version and _is_in_condition(script, node):
+        script.leave(node, "the condition compares TensorFlow's version: remove it")
         return node
     if note := NOTES.get(path):
         script.note(node, f"tf.{path}: {note}")
@@ -139,14 +140,14 @@ def _ported_name(script: Script, node: cst.Name | cst.Attribute) -> Expression:
 
 def _is_annotation(script: Script, node: cst.CSTNode) -> bool:
     """Whether a node is in a type annotation, and no pipeline of tf.data stays."""
-    stays = any(
+    keeps_pipeline = any(
         finding.reason.startswith(PIPELINE_STAYS) for finding in script.findings
     )
-    return not stays and script.enclosing(node, cst.Annotation) is not None
+    return not keeps_pipeline and script.enclosing(node, cst.Annotation) is not None
 
 
-def _is_compared(script: Script, node: cst.CSTNode) -> bool:
-    """Whether a value is in a condition: a comparison, an assertion or an `if`."""
+def _is_in_condition(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is in a comparison, an assertion, or the test of an `if`."""
     return any(
         isinstance(parent, cst.Assert | cst.Comparison)
         or (isinstance(parent, cst.If) and node in walk(parent.test))
@@ -155,7 +156,7 @@ def _is_compared(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
-    """Change the quotes of strings in an f-string: Python 3.11 forbids its own."""
+    """Change quotes in an f-string: Python 3.11 forbids the quotes of the f-string."""
     other = "'" if '"' in node.quote else '"'
 
     def requoted(literal: Any, _: Any) -> cst.SimpleString:
@@ -173,18 +174,18 @@ def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
 
 
 def _visit_call(script: Script, node: cst.Call) -> Collection[cst.CSTNode] | None:
-    """Leave a call without a counterpart; leave the name of a call that has a rule."""
+    """The parts of a call to keep; None, with a report, without a counterpart."""
     path = script.names.tf_path(node.func)
     if path is None or node in script.edits.replacements:
         return ()
     if calls.has_rule(script, node, path):
-        is_whole = path in calls.WITH_ORIGINAL_ARGS
-        return [node.func, *node.args] if is_whole else [node.func]
+        keeps_args = path in calls.WITH_ORIGINAL_ARGS
+        return [node.func, *node.args] if keeps_args else [node.func]
     target = find_target(path)
     if target is not None and not is_module_of_keras(target):
         return ()
-    is_called = MESSAGES["module_called"].format(target=target)
-    script.leave(node.func, is_called if target else find_reason(path))
+    module_called = MESSAGES["module_called"].format(target=target)
+    script.leave(node.func, module_called if target else find_reason(path))
     return None
 
 
@@ -234,7 +235,7 @@ def _decorator(script: Script, node: cst.Decorator, updated: cst.Decorator) -> A
 def _line(
     script: Script, node: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
 ) -> Replacement:
-    """Remove a statement that only TensorFlow needs, or that its port made useless."""
+    """Remove a statement that only TensorFlow needs, or whose port has no effect."""
     why = statements.removal_reason(script, node)
     if why is not None:
         if why:
@@ -250,17 +251,16 @@ def _line(
 def _block(script: Script, block: _Block, updated: _Block) -> _Block:
     """A block of ported statements.
 
-    Comments that stay from a removed statement move above the next statement.
+    Remaining comments of a removed statement move above the next statement.
     """
     body: list[Any] = []
-    pending: list[cst.EmptyLine] = []  # Comments of removed statements,
-    gap: list[cst.EmptyLine] = []  # and the blank lines above them.
+    pending: list[cst.EmptyLine] = []  # Comments of removed statements.
+    gap: list[cst.EmptyLine] = []  # The blank lines above `pending`.
     line = script.edits.first_lines.get(block)
     for statement in block.body:
         if line and not is_docstring(statement):
-            first_small = only_statement(
-                statement
-            )  # An earlier run may have written it.
+            # An earlier run may have inserted the line.
+            first_small = only_statement(statement)
             if first_small is None or script.code(first_small) != line:
                 body.append(cst.parse_statement(line))
             line = None
@@ -285,8 +285,8 @@ def _blank_lines_above(statement: Any) -> list[cst.EmptyLine]:
     return list(itertools.takewhile(lambda line: line.comment is None, lines))
 
 
-def _skip_if(is_whole: bool) -> Collection[cst.CSTNode] | None:
-    return None if is_whole else ()
+def _skip_if(is_skipped: bool) -> Collection[cst.CSTNode] | None:
+    return None if is_skipped else ()
 
 
 _UNCHANGED: dict[type, Callable[[Script, Any], Collection[cst.CSTNode] | None]] = {
@@ -294,14 +294,14 @@ _UNCHANGED: dict[type, Callable[[Script, Any], Collection[cst.CSTNode] | None]] 
     cst.Call: _visit_call,
     cst.ClassDef: _visit_class,
     cst.Decorator: lambda s, node: _skip_if(is_tf_function(s, node)),
-    cst.Import: lambda s, node: None,  # Imports are ported later.
+    cst.Import: lambda s, node: None,  # `imports` ports them later.
     cst.ImportFrom: lambda s, node: None,
     cst.SimpleStatementLine: lambda s, node: _skip_if(
         statements.removal_reason(s, node) is not None
     ),
     cst.With: statements.items_without_effect,
 }
-"""By type: finds the children of a node not to visit; None for all of them."""
+"""By type of a node, a function that returns children to keep; None to keep all."""
 _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.Attribute: _attribute,
     cst.Call: _call,
@@ -316,4 +316,4 @@ _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.SimpleStatementLine: _line,
     cst.With: statements.without_needless_items,
 }
-"""By type: ports a node, given the original and the one with ported children."""
+"""By type of a node, a function that ports the node, whose children are ported."""

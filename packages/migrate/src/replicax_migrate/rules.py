@@ -61,8 +61,8 @@ class CallSite:
     Attributes:
         script: The script.
         node: The original call.
-        updated: The call with ported function and arguments.
-        path: The path of the called function of TensorFlow; `""` for methods.
+        updated: The call with ported arguments and a ported function.
+        path: The path of the called function; `""` for a method of an object.
     """
 
     script: Script
@@ -77,61 +77,60 @@ class CallSite:
 
     @property
     def owner(self) -> Expression:
-        """The object whose method is called, in the original."""
+        """The original object whose method is called."""
         return object_of(self.node)
 
     @property
     def receiver(self) -> Expression:
-        """The object whose method is called, ported."""
+        """The ported object whose method is called."""
         return object_of(self.updated)
 
     def original(self, position: int, name: str) -> Expression | None:
-        """The original value of an argument; None if there is none."""
+        """The original value of an argument; None if the call lacks the argument."""
         return arg_value(self.node, position, name)
 
     def ported(self, position: int, name: str) -> Expression | None:
-        """The ported value of an argument; None if there is none."""
+        """The ported value of an argument; None if the call lacks the argument."""
         return arg_value(self.updated, position, name)
 
     def required(self, position: int, name: str) -> Expression:
         """The ported value of an argument.
 
         Raises:
-            Unported: If there is none.
+            Unported: If the call lacks the argument.
         """
         value = self.ported(position, name)
         if value is None:
-            what = f"tf.{self.path}" if self.path else self.method
-            its = f"its argument {name!r}" if self.path else f"its {name}"
-            raise Unported(f"{what}: {its} was not found")
+            function = f"tf.{self.path}" if self.path else self.method
+            raise Unported(f"{function}: pass its argument {name!r}")
         return value
 
     def refusal(self, why: str) -> Unported:
-        """The exception that leaves this call; `why` says what to do instead."""
+        """The exception for a call that stays; `why` says what to do instead."""
         return Unported(f"tf.{self.path} stays: {why}")
 
     def make(self, text: str, /, **values: Expression) -> Expression:
         """An expression from a template, see `Script.template`."""
         return self.script.template(text, **values)
 
-    def note(self, what: str) -> None:
-        """Report that the port behaves differently."""
-        self.script.note(self.node, what)
+    def note(self, text: str) -> None:
+        """Report how the port behaves differently."""
+        self.script.note(self.node, text)
 
     def with_args(
         self, args: Iterable[cst.Arg] | None = None, *extra: cst.Arg, func: str = ""
     ) -> cst.Call:
-        """The call with other arguments; of another function, if `func` is one."""
+        """The call with the arguments `args` and `extra`, and the function `func`."""
         kept = self.updated.args if args is None else args
         call = with_args(self.updated, [*kept, *extra])
         return call.with_changes(func=self.script.expression(func)) if func else call
 
     def with_template(self, position: int, name: str, text: str) -> "CallSite":
-        """The call with one argument, if there is one, put into a template."""
-        old = find_arg(self.updated.args, position, name)
+        """The call with `text` for an argument, which replaces `{x}`."""
+        arg = find_arg(self.updated.args, position, name)
         args = self.updated.args
-        if old is not None:
-            args = with_new_value(args, old, self.make(text, x=old.value))
+        if arg is not None:
+            args = with_new_value(args, arg, self.make(text, x=arg.value))
         return replace(self, updated=self.with_args(args))
 
     def as_method(self, name: str, args: Iterable[cst.Arg] | None = None) -> cst.Call:
@@ -142,10 +141,10 @@ class CallSite:
         return call.with_changes(func=func)
 
     def name_args(self, names: Sequence[str], first: int = 0) -> "CallSite":
-        """The call with keywords for its positional arguments from `first` on.
+        """The call with keywords for the positional arguments from index `first`.
 
         Raises:
-            Unported: If an argument has no keyword, or the keyword is taken.
+            Unported: If an argument has no name in `names`, or has it twice.
         """
         args = []
         for i, arg in enumerate(self.updated.args):
@@ -157,14 +156,15 @@ class CallSite:
         return replace(self, updated=self.with_args(args))
 
     def name_moved_args(self, path: str) -> "CallSite":
-        """The call with keywords for arguments that Keras 3 has at another position."""
+        """The call with keywords for arguments that Keras 3 expects elsewhere."""
         is_old = self.script.is_of_version_1(self.node)
         old = OLD_ORDERS.get(path, ()) if is_old else ()
-        names = old if "-" in old else ORDERS.get(path, ())  # Rows bind the others.
+        # An old order without `-` belongs to a row, which binds the arguments itself.
+        names = old if "-" in old else ORDERS.get(path, ())
         return self.name_args(names, sum(n == "-" for n in names)) if names else self
 
     def call_target(self, args: Iterable[cst.Arg] | None = None) -> cst.Call:
-        """The call of the target of this path.
+        """The call of the target of `path`.
 
         Raises:
             Unported: If Keras 3 does not have the target.
@@ -185,20 +185,20 @@ def bind_args(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, c
     """Map the names of TensorFlow's parameters to the arguments of a call.
 
     Raises:
-        Unported: If an argument is unpacked by a star, or fits no parameter.
+        Unported: If an argument has a star, or no parameter.
     """
     by_name: dict[str, cst.Arg] = {}
     for i, arg in enumerate(args):
         name = keyword_of(arg)
         if arg.star:
-            raise Unported(f"its arguments stand behind `{arg.star}`: port it by hand")
+            raise Unported(f"`{arg.star}` hides its arguments: port it by hand")
         if not name and i >= len(parameters):
-            raise Unported(f"it has more than the arguments {list(parameters)}")
+            raise Unported(f"it has more arguments than {list(parameters)}")
         if name and name not in parameters:
             name = OLD_KEYWORDS.get(name, "")
             if name not in parameters:
-                what = f"its argument {keyword_of(arg)!r}"
-                raise Unported(f"{what} is not among {list(parameters)}")
+                argument = f"its argument {keyword_of(arg)!r}"
+                raise Unported(f"{argument} is not one of {list(parameters)}")
         by_name[name or parameters[i]] = arg
     return by_name
 
@@ -207,7 +207,7 @@ def bind_ported(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]
     """Map the names of TensorFlow's parameters to the ported arguments of a call.
 
     Raises:
-        Unported: If an argument is unpacked by a star, or fits no parameter.
+        Unported: If an argument has a star, or no parameter.
     """
     try:
         return bind_args(site.updated.args, parameters)
@@ -216,43 +216,43 @@ def bind_ported(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]
 
 
 def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Call:
-    """Port a call by its row: call the target, with the parameters renamed.
+    """Port a call by its row: call the target with renamed arguments.
 
     Args:
         site: The call.
         rows: The rows by path; by default those for code that runs on devices.
 
     Raises:
-        Unported: If the target lacks the parameter of an argument.
+        Unported: If the target has no parameter for an argument.
     """
     path = site.path
     row = rows[path] if rows else GUARDED_OPERATORS.get(path) or DEVICE_OPERATORS[path]
     old = OLD_ORDERS.get(path) if site.script.is_of_version_1(site.node) else None
     arguments = bind_ported(site, old or list(row.parameters))
-    kept: list[cst.Arg] = []
+    ported_args: list[cst.Arg] = []
     is_moved = [*arguments] != [name for name in row.parameters if name in arguments]
     must_be_named = old is not None and is_moved
     for name, arg in arguments.items():
-        target = row.parameters[name]
+        new_name = row.parameters[name]
         if form := row.forms.get(name):
-            arg = arg.with_changes(value=_formed(site, name, form, arg.value))
-        if target == "-" or (target == "!" and is_name(arg.value, "None", "False")):
+            arg = arg.with_changes(value=_converted(site, name, form, arg.value))
+        if new_name == "-" or (new_name == "!" and is_name(arg.value, "None", "False")):
             must_be_named = True
-        elif target == "!":
+        elif new_name == "!":
             raise site.refusal(f"{row.target} has no argument {name!r}")
-        elif arg.keyword or must_be_named or target.startswith("*"):
-            kept.append(with_keyword(arg, target.lstrip("*")))
+        elif arg.keyword or must_be_named or new_name.startswith("*"):
+            ported_args.append(with_keyword(arg, new_name.lstrip("*")))
         else:
-            kept.append(arg)
-    there = {row.parameters[name].lstrip("*") for name in arguments}
-    extra = [
+            ported_args.append(arg)
+    present_names = {row.parameters[name].lstrip("*") for name in arguments}
+    default_args = [
         keyword(name, cst.parse_expression(value))
         for name, value in row.defaults.items()
-        if name not in there
+        if name not in present_names
     ]
     return site.updated.with_changes(
         func=site.script.expression(row.target),
-        args=join_args(site.updated.args, kept, extra),
+        args=join_args(site.updated.args, ported_args, default_args),
     )
 
 
@@ -274,34 +274,34 @@ def by_template(text: str, *parameters: str) -> Rule:
 
     def rule(site: CallSite) -> Expression:
         try:
-            values = _captured(site, parameters, forms)
+            values = _template_values(site, parameters, forms)
         except Unported:
             if site.path:
                 raise
-            return site.updated  # Another method of that name.
+            return site.updated  # A method of another object, with the same name.
         return site.script.template(template, **values)
 
     return rule
 
 
-def _captured(
+def _template_values(
     site: CallSite, parameters: Sequence[str], forms: Mapping[str, str]
 ) -> dict[str, Expression]:
     values = {name: arg.value for name, arg in bind_ported(site, parameters).items()}
     values["self"] = site.receiver
     for name, form in forms.items():
         if name not in values:
-            raise Unported(f"tf.{site.path}: its argument {name!r} was not found")
+            raise Unported(f"tf.{site.path}: pass its argument {name!r}")
         if form:
-            values[name] = _formed(site, name, form, values[name])
+            values[name] = _converted(site, name, form, values[name])
     return {name: values[name] for name in forms}
 
 
-# Conversions of arguments, which rows name behind a colon: `x:tensor`.
+# Conversions of arguments. A row has the name of the conversion, as in `x:tensor`.
 
 
-def _formed(site: CallSite, name: str, form: str, value: Expression) -> Expression:
-    """Convert the ported argument `name` as `form` says."""
+def _converted(site: CallSite, name: str, form: str, value: Expression) -> Expression:
+    """Convert the ported argument `name` by `_FORMS[form]`."""
     args = zip(site.node.args, site.updated.args, strict=False)
     is_same = len(site.node.args) == len(site.updated.args)
     before = (old.value for old, new in args if is_same and new.value is value)
@@ -312,35 +312,35 @@ def _formed(site: CallSite, name: str, form: str, value: Expression) -> Expressi
 
 
 def _tensor(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """A value as an array, if it may be a variable or a list, which JAX refuses."""
-    is_no_array = kind_of(site.script, before) == "variable" or is_list_of_numbers(
+    """Convert variables and lists, which JAX refuses, to an array."""
+    needs_array = kind_of(site.script, before) == "variable" or is_list_of_numbers(
         site.script.flow.resolve(before)
     )
     text = "keras.ops.convert_to_tensor({x})"
-    return site.make(text, x=value) if is_no_array else value
+    return site.make(text, x=value) if needs_array else value
 
 
 def _lower(site: CallSite, _: Expression, value: Expression) -> Expression:
     """A string in lower case, such as `"reflect"` for `"REFLECT"`."""
     if not isinstance(value, cst.SimpleString):
-        raise Unported("is not a string here")
+        raise Unported("is not a string literal")
     return cst.SimpleString(value.value.lower())
 
 
 def _numbers(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """The numbers in `tf.constant([1, 2])`: Keras wants numbers of Python here."""
-    script, shown = site.script, site.script.flow.resolve(before)
-    if not isinstance(shown, cst.Call):
+    """The list in `tf.constant([1, 2])`: Keras expects Python's numbers."""
+    script, original = site.script, site.script.flow.resolve(before)
+    if not isinstance(original, cst.Call):
         return value
-    is_tensor = script.called_path(shown) in {"constant", "convert_to_tensor"}
-    numbers = shown.args[0].value if is_tensor else shown
+    is_tensor = script.called_path(original) in {"constant", "convert_to_tensor"}
+    numbers = original.args[0].value if is_tensor else original
     if not is_list_of_numbers(numbers):
-        raise Unported("are not numbers in sight")
+        raise Unported("are not literal numbers")
     return numbers.deep_clone()
 
 
 def as_array(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """A value as an array, which lists and variables are not."""
+    """Convert a value to an array unless it is the result of an operator."""
     path = site.script.called_path(site.script.flow.resolve(before))
     if path in DEVICE_OPERATORS and isinstance(value, cst.Name | cst.Call):
         return value
@@ -348,7 +348,7 @@ def as_array(site: CallSite, before: Expression, value: Expression) -> Expressio
 
 
 def as_float(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """A literal learning rate as a float: Keras 3 refuses integers."""
+    """Convert a literal learning rate to a float: Keras 3 refuses integers."""
     is_integer = isinstance(before, cst.Integer)
     return cst.Float(f"{before.evaluated_value}.0") if is_integer else value
 
@@ -360,32 +360,32 @@ _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
     "numbers": _numbers,
     "tensor": _tensor,
 }
-"""Conversions by name, of the call, the original value and the ported value."""
+"""By name, functions of the call, the original argument and the ported argument."""
 
 
 def port_keywords(site: CallSite, table: str) -> list[cst.Arg]:
-    """Rename, drop or refuse keyword arguments, as the rows of a table say.
+    """Rename, drop or refuse keyword arguments by the rows of a table.
 
     Raises:
-        Unported: If one of them has no counterpart.
+        Unported: If an argument has no counterpart.
     """
     kept = []
     for arg in site.updated.args:
         name = keyword_of(arg)
         action, why = KEYWORDS[table].get(name, ("", ""))
         kind, *values = action.split() or [""]
-        is_other = bool(values) and site.script.code(arg.value) not in values
+        is_excluded = bool(values) and site.script.code(arg.value) not in values
         why = why.format(call=site.method.removesuffix("_generator"), keyword=name)
         if kind == "?":
-            if is_other:
+            if is_excluded:
                 site.note(why)
         elif kind not in {"", "-", "!"}:
             kept.append(with_keyword(arg, kind))
             if why:
                 site.note(why)
-        elif kind == "" or (is_other and not why):
+        elif kind == "" or (is_excluded and not why):
             kept.append(arg)
-        elif kind == "!" or is_other:
+        elif kind == "!" or is_excluded:
             raise Unported(why)
         elif why and not values:
             site.note(why)
@@ -393,7 +393,7 @@ def port_keywords(site: CallSite, table: str) -> list[cst.Arg]:
 
 
 def by_keywords(table: str) -> Rule:
-    """Make the rule for a call whose keywords have rows in a table."""
+    """Make a rule that ports a call with `port_keywords`."""
 
     def rule(site: CallSite) -> Expression:
         args = port_keywords(site, table)

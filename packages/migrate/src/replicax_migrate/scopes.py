@@ -1,13 +1,13 @@
 """Moves optimizers, variables and `compile` calls into `strategy.scope()`.
 
 `model.compile(...)` below `with strategy.scope(): model = ...` becomes
-`with strategy.scope(): model.compile(...)`. TensorFlow makes the variables of an
-optimizer at its first use, and enters the scope of the model in `compile`. Keras 3
-makes them at once, and replicax refuses those of another scope. The pass moves only
-statements below the strategy that have a line of their own.
+`with strategy.scope(): model.compile(...)`. In TensorFlow, an optimizer makes its
+variables at its first use, and `compile` enters the scope of the model. In Keras 3, an
+optimizer makes its variables at once, and replicax refuses variables of another scope.
+The pass moves only statements that have a line of their own, below the strategy.
 
-`fit` would compile a variable outside of models and scopes as a constant, without an
-error. The pass reports such variables.
+`fit` compiles a variable outside of models and scopes as a constant, without an error.
+The pass reports such variables.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ __all__ = ["plan_scopes"]
 _KINDS_IN_MODELS = ("layer", "model", "metric")
 """Kinds of objects whose variables belong to a model."""
 _KINDS_WITH_VARIABLES = ("optimizer", "variable", *_KINDS_IN_MODELS)
-"""Kinds of objects that have variables."""
+"""Kinds of objects with variables."""
 
 
 def plan_scopes(script: Script) -> Edits:
@@ -46,14 +46,14 @@ def plan_scopes(script: Script) -> Edits:
     blocks = list(scope_blocks(script))
     code = _ReachableCode(script, blocks)
     outside = [call for call in script.calls if blocks and not code.has(call)]
-    compiled = [call for call in outside if _compiles_model_of(script, call, code)]
+    compiles = [call for call in outside if _compiles_model_of(script, call, code)]
     in_steps = _objects_in(script, script.edits.traced_functions) if outside else set()
-    in_scopes = _objects_in(script, {*code.parts, *compiled}) if outside else set()
+    in_scopes = _objects_in(script, {*code.parts, *compiles}) if outside else set()
     for call in outside:
         kind = None if is_traced(script, call) else kind_of(script, call)
-        is_used = kind in _KINDS_WITH_VARIABLES and call in in_steps
-        is_used = is_used or (kind == "optimizer" and call in in_scopes)
-        if call in compiled or is_used:
+        needs_scope = kind in _KINDS_WITH_VARIABLES and call in in_steps
+        needs_scope = needs_scope or (kind == "optimizer" and call in in_scopes)
+        if call in compiles or needs_scope:
             _plan_scope(script, edits, call, blocks)
     if any(method_name(call) == "fit" for call in script.calls):
         for call in script.calls:
@@ -64,13 +64,13 @@ def plan_scopes(script: Script) -> Edits:
 
 
 class _ReachableCode:
-    """The blocks of scopes, and all functions that they call, directly or not."""
+    """The blocks of scopes, and the functions that these call, also indirectly."""
 
     def __init__(self, script: Script, blocks: Sequence[cst.CSTNode]) -> None:
-        def step(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        def callees(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
             return (f for name in names_in(node) for f in _called(script, name))
 
-        self.parts = set(reachable(blocks, step))
+        self.parts = set(reachable(blocks, callees))
         self._script = script
 
     def has(self, node: cst.CSTNode) -> bool:
@@ -79,7 +79,7 @@ class _ReachableCode:
 
 
 def _called(script: Script, name: str) -> list[cst.FunctionDef]:
-    """The functions that `name()` runs; of a class, `__init__` and `build`."""
+    """The functions that `name()` runs; for a class, `__init__` and `build`."""
     methods = [
         method
         for owner in script.classes(name)
@@ -90,7 +90,7 @@ def _called(script: Script, name: str) -> list[cst.FunctionDef]:
 
 
 def _compiles_model_of(script: Script, call: cst.Call, code: _ReachableCode) -> bool:
-    """Whether a call compiles or builds a model that a scope makes."""
+    """Whether a call compiles or builds a model of code in a scope."""
     if method_name(call) not in {"compile", "build"}:
         return False
     models = creations(script, object_of(call))
@@ -109,13 +109,13 @@ def _objects_in(script: Script, parts: Iterable[cst.CSTNode]) -> set[Creation]:
 def _plan_scope(
     script: Script, edits: Edits, call: cst.Call, blocks: Sequence[cst.CSTNode]
 ) -> None:
-    """Plan to put a line into the scope of the strategy, if the strategy is above."""
+    """Plan to move a line into the scope of the strategy that the lines above make."""
     line = script.statement_of(call)
     model = script.flow.reaching(object_of(call))
     around = {p for definition in model for p in script.parents(definition.node)}
-    own = [block for block in blocks if block in around]
-    strategy = _strategy_above(script, line, own or blocks)
-    # The layers of a functional model are built by then.
+    blocks_of_model = [block for block in blocks if block in around]
+    strategy = _strategy_above(script, line, blocks_of_model or blocks)
+    # The layers of a functional model have been built before.
     is_functional = script.called_path(call) in {"keras.Model", "keras.models.Model"}
     if not strategy or not only_statement(line) or is_functional:
         return
@@ -131,15 +131,15 @@ def _plan_scope(
 def _strategy_above(
     script: Script, line: cst.CSTNode, blocks: Sequence[cst.CSTNode]
 ) -> str:
-    """The name of the only strategy, if the script makes it above a line; else `""`."""
+    """The only strategy, if the script makes the strategy above a line; else `""`."""
     strategies = [strategy_of(script, block) for block in blocks]
     if len({script.code(strategy) for strategy in strategies}) != 1:
         return ""
-    around = {*script.parents(line)}
+    outer = {*script.parents(line)}
     for definition in script.flow.reaching(strategies[0]):
         statement = script.statement_of(definition.node)
-        is_here = script.parent(statement) in around
-        if not is_here or script.line(statement) >= script.line(line):
+        is_visible = script.parent(statement) in outer
+        if not is_visible or script.line(statement) >= script.line(line):
             return ""
     is_bound = bool(script.flow.reaching(strategies[0]))
     return script.code(strategies[0]) if is_bound else ""
@@ -149,13 +149,14 @@ def _strategy_above(
 
 
 def _is_constant(script: Script, call: cst.Call) -> bool:
-    """Whether a variable outside of models is assigned, and read by a loss.
+    """Whether the script writes a variable outside of models, and a loss reads it.
 
-    A loss is any function that no strategy runs and that is no method of a layer or
-    callback.
+    Each function counts as a loss unless a strategy runs the function, or the function
+    is a method of a layer, model, metric or callback.
     """
-    is_own = isinstance(script.target_of(call), cst.Attribute)
-    if is_own and is_class_of(script, script.class_around(call), _KINDS_IN_MODELS):
+    is_attribute = isinstance(script.target_of(call), cst.Attribute)
+    owner = script.class_around(call)
+    if is_attribute and is_class_of(script, owner, _KINDS_IN_MODELS):
         return False
     uses = [
         node
@@ -167,7 +168,7 @@ def _is_constant(script: Script, call: cst.Call) -> bool:
 
 
 def _is_written(script: Script, node: Expression) -> bool:
-    """Whether an expression is assigned, or passed to a class that may assign it."""
+    """Whether a variable is written, or passed to a class that writes variables."""
     call = script.call_of_arg(node)
     if call is None:
         return attr_of(script.parent(node)) in NAMES["assign_methods"]

@@ -38,19 +38,18 @@ __all__ = [
 _T = TypeVar("_T")
 _Node = TypeVar("_Node", bound=cst.CSTNode)
 _TEMPLATE_PARTS = re.compile(rf'"[^"]*"|(?<![\w.}}])(?:{"|".join(ALIASES)})(?:\.\w+)+')
-"""The parts of a template to adapt to a script: literals, and names of targets."""
+"""Parts of a template that depend on the script: literals, and names of targets."""
 
 Expression: TypeAlias = cst.BaseExpression
-"""What rules for calls and attributes return."""
+"""The result of rules for calls and attributes."""
 
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
-"""A statement with lines of its own, and perhaps comments above."""
+"""A statement that can have comments above."""
 
 Replacement: TypeAlias = (
     Statement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel
 )
-"""The port of a statement: another one, several, or none."""
-
+"""The port of a statement: one statement, several, or none."""
 
 _OPERATIONS = (
     *(cst.BinaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp),
@@ -59,11 +58,11 @@ _OPERATIONS = (
 
 
 class Unported(Exception):
-    """Raised by a rule to leave a node as it is.
+    """A rule cannot port a node, which stays.
 
     Args:
         reason: Why the node stays, and what to do by hand.
-        node: The node to report; by default that of the rule.
+        node: The node to report; by default the node of the rule.
     """
 
     def __init__(self, reason: str, node: cst.CSTNode | None = None) -> None:
@@ -73,10 +72,10 @@ class Unported(Exception):
 
 
 class Script:
-    """The script that is ported.
+    """A script to port.
 
     Attributes:
-        module: The original tree. Edits and facts are looked up by its nodes.
+        module: The original tree, whose nodes are the keys of edits and facts.
         calls: The calls of the original, in the order of the text.
         names: Resolves names through scopes, imports and aliases.
         flow: The definitions that reach each use of a variable.
@@ -84,7 +83,7 @@ class Script:
         needed: Modules that the ported code uses, such as `"keras"`.
         edits: The joined edits of the passes so far.
         ported_statements: By original statement, the statements of its port.
-        moved: By original statement, its port where that moves to another place.
+        moved: By original statement that moves to another place, its port.
     """
 
     def __init__(self, module: cst.Module) -> None:
@@ -147,11 +146,11 @@ class Script:
         return any(parent in self.edits.host_functions for parent in self.parents(node))
 
     def functions(self, name: str) -> list[cst.FunctionDef]:
-        """The functions and methods of the script that have a name."""
+        """The functions and methods of the script with a name."""
         return self._functions[name]
 
     def classes(self, name: str) -> list[cst.ClassDef]:
-        """The classes of the script that have a name."""
+        """The classes of the script with a name."""
         return self._classes[name]
 
     def line(self, node: cst.CSTNode) -> int:
@@ -164,7 +163,7 @@ class Script:
         return path or ""
 
     def is_of_version_1(self, call: cst.Call) -> bool:
-        """Whether a call is of a function of `tf.compat.v1`."""
+        """Whether the called function is in `tf.compat.v1`."""
         root = first_name(call.func)
         value = self.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
         names = [self.names.imported(name) for name in (call.func, value) if name]
@@ -187,19 +186,19 @@ class Script:
         return self.call_of(method) if isinstance(method, cst.Attribute) else None
 
     def target_of(self, node: cst.CSTNode) -> cst.BaseExpression | None:
-        """The first target that an original node is assigned to; else None."""
+        """The first target of an assignment of an original node; else None."""
         assign = self.parent(node)
         return assign.targets[0].target if isinstance(assign, cst.Assign) else None
 
     def uses_of(self, node: cst.CSTNode) -> list[cst.CSTNode]:
-        """The uses of the variable that an original node is assigned to."""
+        """The uses of the variable to which the script assigns an original node."""
         target = self.target_of(node)
         definition = self.flow.definition_of(target) if target is not None else None
         return self.flow.uses(definition) if definition is not None else []
 
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The innermost statement around an original node that has lines of its own."""
-        # An `if` in an `if` is an `elif`.
+        """The innermost statement around an original node that begins a line."""
+        # In the tree, an `elif` is an `if` in an `if`.
         blocks = (cst.IndentedBlock, cst.Module, cst.If)
         statement = node
         for candidate in [node, *self.parents(node)]:
@@ -212,12 +211,12 @@ class Script:
     def resolved_arg(
         self, call: cst.CSTNode | None, position: int, name: str
     ) -> cst.BaseExpression | None:
-        """An argument of an original call; for a variable with one value, the value."""
+        """An argument of an original call, resolved by `Flow.resolve`."""
         value = isinstance(call, cst.Call) and arg_value(call, position, name)
         return self.flow.resolve(value or None)
 
     def move_away(self, statement: cst.CSTNode) -> Callable[[Statement], Replacement]:
-        """The replacement that removes a statement, and records its port in `moved`."""
+        """The replacement that removes a statement and records its port in `moved`."""
 
         def keep(updated: Statement) -> Replacement:
             marks = self.marks_of(statement)
@@ -226,23 +225,23 @@ class Script:
 
         return keep
 
-    def attempt(self, node: cst.CSTNode, rule: Callable[[], _T], kept: _T) -> _T:
-        """The result of a rule; if that raises `Unported`, `kept` and a report."""
+    def attempt(self, node: cst.CSTNode, rule: Callable[[], _T], default: _T) -> _T:
+        """The result of a rule; if the rule raises `Unported`, report it: `default`."""
         try:
             return rule()
         except Unported as why:
             self.leave(why.node or node, why.reason)
-            return kept
+            return default
 
     def leave(self, node: cst.CSTNode, reason: str) -> None:
-        """Report an original node as left, and put a mark above its statement."""
+        """Report that an original node stays, and put a mark above its statement."""
         self.findings.add(Finding(self.line(node), _one_line(self.code(node)), reason))
         self._marks.setdefault(self.statement_of(node), {})[reason] = None
 
-    def note(self, node: cst.CSTNode, what: str) -> None:
-        """Add a note: the port of an original node behaves differently."""
+    def note(self, node: cst.CSTNode, text: str) -> None:
+        """Report how the port of an original node behaves differently."""
         source = _one_line(self.code(node))
-        self.findings.add(Finding(self.line(node), source, what, is_left=False))
+        self.findings.add(Finding(self.line(node), source, text, is_left=False))
 
     def marks_of(self, statement: cst.CSTNode) -> list[str]:
         """The reasons of the marks above an original statement."""
@@ -253,11 +252,11 @@ class Script:
         return cst.parse_expression(self.local_text(target))
 
     def reference(self, node: cst.CSTNode, target: str) -> cst.BaseExpression:
-        """The expression for a target, by the original name if its import stays."""
+        """The expression for a target; by the original name, if its import stays."""
         root = first_name(node)
         local = root.value if root else ""
-        is_within = isinstance(node, cst.Attribute)
-        alias = self.names.alias(root) if root and is_within else None
+        is_attribute = isinstance(node, cst.Attribute)
+        alias = self.names.alias(root) if root and is_attribute else None
         kept = find_target(alias) if alias else self.edits.kept_imports.get(local)
         if kept is not None and f"{target}.".startswith(f"{kept}."):
             return cst.parse_expression(local + target[len(kept) :])
@@ -277,18 +276,17 @@ class Script:
         """An expression from a template such as `"keras.ops.cast({x}, "int32")"`.
 
         Args:
-            text: The template. Modules get their names in this script, and literals
-                the quotes of this script.
-            **values: The expression for each `{name}`. An operation gets parentheses
-                if a dot or a call follows.
+            text: The template, with the names of modules as in `tables.toml`.
+            **values: By `name`, the expression that replaces `{name}`, in parentheses
+                if needed.
         """
         for name, value in values.items():
             is_followed = f"{{{name}}}." in text or f"{{{name}}}(" in text
             if is_followed and isinstance(value, _OPERATIONS):
                 values[name] = parenthesized(value)
-        here = _TEMPLATE_PARTS.sub(lambda match: self.local_text(match.group()), text)
+        local = _TEMPLATE_PARTS.sub(lambda match: self.local_text(match.group()), text)
         config = self.module.config_for_parsing
-        return parse_template_expression(here, config, **values)
+        return parse_template_expression(local, config, **values)
 
     def string(self, text: str) -> cst.SimpleString:
         """A literal in the script's usual quotes."""
@@ -305,7 +303,7 @@ class Script:
                 root == "keras" and path_in_tensorflow(imported) == "keras"
             ):
                 return alias
-        # A name that means something else in the script cannot be taken.
+        # Skip names that have another meaning in the script.
         for name in (root, module, f"{module}_"):
             is_keras = name == "keras" and self.names.alias_paths(name) == {"keras"}
             if is_keras or not self.names.is_bound(name, root):
@@ -332,7 +330,7 @@ def _most_used_quote(module: cst.Module) -> str:
 
 
 MARK = "# replicax: "
-"""The prefix of marks: comments that say why a statement is left."""
+"""The prefix of marks: comments that say why a statement stays."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -341,10 +339,10 @@ class Finding:
 
     Attributes:
         line: The number of the line in the original, from 1.
-        source: The code there, shortened to one line.
-        reason: Why the code is left and what to do; of a note, what differs.
-        is_left: Whether the code is left to port by hand. Otherwise this is a note.
-        cell: The number of the notebook's code cell that has the line; 0 in scripts.
+        source: The code, shortened to one line.
+        reason: Why the code stays and what to do; for a note, how the port differs.
+        is_left: Whether the code is left to port by hand; False for a note.
+        cell: The number of the notebook's code cell with the line; 0 in scripts.
     """
 
     line: int
@@ -355,7 +353,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The line number, behind that of the cell in a notebook."""
+        """The line number; in a notebook, with the number of the cell."""
         return f"cell {self.cell}:{self.line}" if self.cell else f"{self.line}"
 
     def __str__(self) -> str:
@@ -369,10 +367,10 @@ def mark_reason(line: cst.EmptyLine) -> str:
 
 
 def with_marks(statement: Statement, reasons: list[str]) -> Statement:
-    """`statement` below a mark for each reason that has no mark there yet."""
+    """`statement` with marks above for the reasons that have no mark yet."""
     lines = statement.leading_lines
-    there = {mark_reason(line) for line in lines}
-    new = [cst.Comment(MARK + reason) for reason in reasons if reason not in there]
+    marked = {mark_reason(line) for line in lines}
+    new = [cst.Comment(MARK + reason) for reason in reasons if reason not in marked]
     marks = [cst.EmptyLine(comment=comment) for comment in new]
     return statement.with_changes(leading_lines=[*lines, *marks])
 

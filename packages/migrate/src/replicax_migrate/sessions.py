@@ -29,10 +29,10 @@ __all__ = ["plan_sessions"]
 
 
 def plan_sessions(script: Script) -> Edits:
-    """Plan to replace each `with tf.Session()` by its body, or report it.
+    """Plan to replace each `with tf.Session()` by its body, or report the session.
 
-    The statements that compute a value from an iterator move to the place where the
-    session runs the value. A session with other uses stays.
+    The statements that compute a value from an iterator move to the statement in which
+    the session runs the value. A session with other uses than `run` stays.
     """
     edits = Edits()
     for node in script.nodes(cst.With):
@@ -53,9 +53,9 @@ class _GraphSession:
         self._node = node
         self._name = name
         self._edits = Edits()
-        # By name: the iterator of an initializer, `""` for other initializers; the line
-        # that computes a value in each run; the line that makes an iterator.
+        # By variable of an initializer, the name of its iterator; `""` without one.
         self._initializers: dict[str, str | None] = {}
+        # By variable of a value or an iterator, the line that makes the value.
         self._values: dict[str, cst.SimpleStatementLine] = {}
         self._iterators: dict[str, cst.SimpleStatementLine] = {}
         self._removed: list[cst.SimpleStatementLine] = []
@@ -78,7 +78,7 @@ class _GraphSession:
         return self._edits
 
     def _lines_before(self) -> list[cst.SimpleStatementLine]:
-        """The lines above the session, in its block and in the blocks around it."""
+        """The lines above the session, in its block and in the outer blocks."""
         before: list[cst.SimpleStatementLine] = []
         inner: cst.CSTNode = self._node
         for outer in self._script.parents(self._node):
@@ -120,9 +120,11 @@ class _GraphSession:
             return (dotted_name(value) or "").rpartition(".")[0] or None
         if self._script.called_path(value) in NAMES["graph_initializers"]:
             return ""
-        is_made = method_name(value) == "initialize"
-        is_made = is_made and isinstance(value, cst.Call) and not value.args
-        return dotted_name(object_of(value)) if is_made else None
+        is_initializer = method_name(value) == "initialize"
+        is_initializer = (
+            is_initializer and isinstance(value, cst.Call) and not value.args
+        )
+        return dotted_name(object_of(value)) if is_initializer else None
 
     def _runs(self) -> Iterator[cst.Call]:
         for node in find(self._node.body, cst.Name):
@@ -130,33 +132,33 @@ class _GraphSession:
                 continue
             call = self._script.method_call(node)
             if call is None or method_name(call) != "run":
-                what = f"the session `{self._name}` is used in more ways than `run`"
-                raise Unported(what, node)
+                reason = f"the session `{self._name}` has other uses than `run`"
+                raise Unported(reason, node)
             if len(call.args) != 1 or call.args[0].keyword:
                 raise Unported(MESSAGES["session_options"], call)
             yield call
 
     def _values_of_run(self, call: cst.Call) -> list[str] | None:
-        """The values that a run computes; None if it only initializes."""
-        fetched = call.args[0].value
-        if self._initialized_iterator(fetched) is not None:
+        """The variables whose values a run computes; None for initializers."""
+        fetches = call.args[0].value
+        if self._initialized_iterator(fetches) is not None:
             return None
-        is_display = isinstance(fetched, cst.List | cst.Tuple)
-        parts = elements_of(fetched) if is_display else [fetched]
+        is_list = isinstance(fetches, cst.List | cst.Tuple)
+        parts = elements_of(fetches) if is_list else [fetches]
         for part in parts:
             if dotted_name(part) not in self._values:
                 code = self._script.code(part)
                 raise Unported(MESSAGES["session_value"].format(value=code), call)
         return [dotted_name(part) or "" for part in parts]
 
-    def _needed(self, values: list[str]) -> list[cst.SimpleStatementLine]:
+    def _lines_for(self, values: list[str]) -> list[cst.SimpleStatementLine]:
 
-        def inside(name: str) -> set[str]:
+        def inputs(name: str) -> set[str]:
             assign = self._values[name].body[0]
             assert isinstance(assign, cst.Assign)
             return names_in(assign.value) & self._values.keys()
 
-        needed = {self._values[name] for name in reachable(values, inside)}
+        needed = {self._values[name] for name in reachable(values, inputs)}
         return [line for line in dict.fromkeys(self._values.values()) if line in needed]
 
     def _plan_run(
@@ -164,37 +166,38 @@ class _GraphSession:
     ) -> set[cst.SimpleStatementLine]:
         script, statement = self._script, self._script.statement_of(call)
         if not isinstance(statement, cst.SimpleStatementLine):
-            raise Unported("a session's run in the head of a statement stays", call)
+            raise Unported("write the session's run in a line of its own", call)
         small = only_statement(statement)
         is_alone = isinstance(small, cst.Expr) and small.value is call
         if values is None:
             if not is_alone:
-                raise Unported("the result of an initializer is used", call)
+                raise Unported("the result of an initializer has uses", call)
             self._plan_initialization(call, statement)
             return set()
-        needed = self._needed(values)
+        needed = self._lines_for(values)
 
-        def after(updated: Statement) -> Replacement:
+        def inlined(updated: Statement) -> Replacement:
             """Copies of the lines that the run needs, and the statement of the run."""
             first, *others = [script.moved[line].deep_clone() for line in needed]
-            own = [line for line in first.leading_lines if line.comment]
-            first = first.with_changes(leading_lines=[*updated.leading_lines, *own])
+            comments = [line for line in first.leading_lines if line.comment]
+            above = [*updated.leading_lines, *comments]
+            first = first.with_changes(leading_lines=above)
             last = [] if is_alone else [updated.with_changes(leading_lines=())]
             return cst.FlattenSentinel([first, *others, *last])
 
         self._edits.replacements[call] = lambda updated: updated.args[0].value
         if needed:
-            self._edits.replacements[statement] = after
+            self._edits.replacements[statement] = inlined
         return set(needed)
 
     def _plan_initialization(
         self, call: cst.Call, statement: cst.SimpleStatementLine
     ) -> None:
-        """Plan to remove the run of an initializer, or to make an iterator anew."""
+        """Plan to remove the run of an initializer, or to make its iterator again."""
         script = self._script
-        around = script.parents(statement)
-        inside = itertools.takewhile(lambda x: x is not self._node, around)
-        in_loop = any(isinstance(node, cst.For | cst.While) for node in inside)
+        parents = script.parents(statement)
+        inner = itertools.takewhile(lambda x: x is not self._node, parents)
+        in_loop = any(isinstance(node, cst.For | cst.While) for node in inner)
         line = self._iterators.get(self._initialized_iterator(call.args[0].value) or "")
         if not in_loop or line is None:
             self._edits.remove(statement)

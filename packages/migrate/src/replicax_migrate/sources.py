@@ -68,7 +68,7 @@ def _one_example(site: CallSite) -> Expression:
 
 def _range(site: CallSite) -> Expression:
     if any(arg.keyword for arg in site.updated.args):
-        raise Unported("tf.data.Dataset.range with keywords: port it by hand")
+        raise Unported("tf.data.Dataset.range stays: pass its arguments by position")
     return site.with_args(func="grain.MapDataset.range")
 
 
@@ -78,21 +78,21 @@ def _zip(site: CallSite) -> Expression:
     if parts is None:
         parts = cst.List([cst.Element(value) for value in values])
     elif not isinstance(parts, cst.Tuple | cst.List):
-        raise Unported("tf.data.Dataset.zip stays: its datasets were not found")
+        raise Unported("tf.data.Dataset.zip stays: pass it a literal tuple")
     return site.make("grain.experimental.ZipMapDataset({x})", x=parts)
 
 
 def _tensors(site: CallSite) -> Expression:
     before, after = site.original(0, "tensors"), site.ported(0, "tensors")
     if before is None or after is None:
-        raise Unported("its tensors were not found")
+        raise Unported("pass its tensors as an argument")
     return _arrays(site, before, after)
 
 
 def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression:
     """Convert the lists in a structure to arrays, as TensorFlow does to tensors."""
     if isinstance(before, cst.Dict) and not isinstance(after, cst.Dict):
-        before = before.elements[0].value  # `labels` takes it out of the dict.
+        before = before.elements[0].value
     if (parts := _structure_parts(before)) is not None:
         field = "args" if isinstance(after, cst.Call) else "elements"
         arrays = [
@@ -112,7 +112,7 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
     if not _may_be_list(script, before):
         return after
     kinds = {type(part) for part in walk(after)}
-    if cst.Float in kinds:  # TensorFlow's dtypes of Python's numbers.
+    if cst.Float in kinds:  # TensorFlow's default dtypes for Python's numbers.
         return site.make('np.array({x}, "float32")', x=after)
     if isinstance(after, cst.List) and cst.Integer in kinds:
         return site.make('np.array({x}, "int32")', x=after)
@@ -146,34 +146,34 @@ SOURCE_RULES: dict[str, Rule | None] = {
     "data.Dataset.from_tensors": _one_example,
     "data.Dataset.range": _range,
     "data.Dataset.zip": _zip,
-    **dict.fromkeys(READERS, None),  # Ported as other calls of Keras are.
+    **dict.fromkeys(READERS, None),
 }
-"""Rules for the sources that Grain has too, by path; None for calls of Keras."""
+"""By path, rules for sources that Grain has too; None for functions of Keras."""
 
 
-# What is before a method.
+# Calls earlier in a pipeline.
 
 
 def is_endless(script: Script, repeat: cst.Call) -> bool:
-    """Whether a call of `repeat` has no count, or one of None or -1."""
+    """Whether a call of `repeat` has no count, or the count None or -1."""
     count = script.resolved_arg(repeat, 0, "count")
     return count is None or script.code(count) in {"None", "-1"}
 
 
 def calls_before(script: Script, node: Expression) -> Iterator[cst.Call]:
-    """The method calls that derive a dataset, through variables and functions."""
+    """The method calls that make a dataset, through variables and functions."""
 
-    def one_back(value: Expression) -> list[Expression]:
+    def origins(value: Expression) -> list[Expression]:
         sources = direct_values(script, value)
         return sources or ([object_of(value)] if method_name(value) else [])
 
-    for value in reachable([node], one_back):
+    for value in reachable([node], origins):
         if isinstance(value, cst.Call) and method_name(value):
             yield value
 
 
 def draws_before(script: Script, cache: cst.Call) -> bool:
-    """Whether a `map` that draws random numbers is before a `cache`."""
+    """Whether a `map` before a `cache` draws random numbers."""
     return any(
         random_functions(script, host_functions_of(script, call.args[0].value))
         for call in calls_before(script, cache)
@@ -185,10 +185,10 @@ def draws_before(script: Script, cache: cst.Call) -> bool:
 
 
 def dropped_method(why: str) -> Rule:
-    """Make the rule that removes a method call, with a note that says why."""
+    """Make a rule that removes a method call, and notes the reason `why`."""
 
     def rule(site: CallSite) -> Expression:
-        site.note(f".{site.method} is taken out: {why}")
+        site.note(f".{site.method} is removed: {why}")
         return site.receiver
 
     return rule
@@ -201,13 +201,13 @@ def _map(site: CallSite) -> Expression:
     script, generator = site.script, site.script.edits.generators.get(site.node)
     function = example_function(script, before, after, generator)
     if function is None:
-        raise Unported("how many arguments the function takes cannot be seen")
+        raise Unported("the number of the function's arguments is unknown")
     args, updated = [cst.Arg(function)], site.updated
     if generator is None:
         return with_args(updated, args)
-    # A seed of its own, so that each `random_map` draws other numbers.
-    drawing = [call for call in script.edits.generators if method_name(call) == "map"]
-    args.append(keyword("seed", cst.Integer(str(drawing.index(site.node)))))
+    # Different seeds, so that each `random_map` draws other numbers.
+    random_maps = [c for c in script.edits.generators if method_name(c) == "map"]
+    args.append(keyword("seed", cst.Integer(str(random_maps.index(site.node)))))
     return site.as_method("random_map", args)
 
 
@@ -215,22 +215,22 @@ def _batch(site: CallSite) -> Expression:
     size = find_arg(site.updated.args, 0, "batch_size")
     drop = site.ported(1, "drop_remainder")
     if size is None:
-        raise Unported("batch: its batch_size was not found")
-    kept = [size]
+        raise Unported("batch: pass its batch_size")
+    args = [size]
     if drop is not None:
-        kept.append(keyword("drop_remainder", drop))
-    return site.with_args(kept)
+        args.append(keyword("drop_remainder", drop))
+    return site.with_args(args)
 
 
 def _shuffle(site: CallSite) -> Expression:
     args, seed = site.updated.args, site.ported(1, "seed")
     if len(args) == 1 and has_keyword(args[0], "seed"):
-        return site.updated  # It is ported already.
-    once = site.ported(2, "reshuffle_each_iteration")
-    keeps = once is not None and site.script.code(once) != "True"
+        return site.updated  # An earlier run has ported the call.
+    reshuffles = site.ported(2, "reshuffle_each_iteration")
+    has_one_order = reshuffles is not None and site.script.code(reshuffles) != "True"
     site.note(
         f"{MESSAGES['shuffled']}; {MESSAGES['one_order']}"
-        if keeps
+        if has_one_order
         else MESSAGES["shuffled"]
     )
     value = seed if seed is not None else cst.Integer("0")
@@ -243,21 +243,22 @@ def _repeat(site: CallSite) -> Expression:
 
 
 def _cache(site: CallSite) -> Expression:
-    """Drop `cache`, or port it to `repeat` if it keeps an order or random numbers."""
+    """Drop `cache`; after `shuffle` or random numbers, port it to `repeat`."""
     before = calls_before(site.script, site.owner)
     is_shuffled = any(method_name(call) == "shuffle" for call in before)
     if not (is_shuffled or draws_before(site.script, site.node)):
         return DROPPED_METHODS["cache"](site)
-    site.note("`repeat` keeps the draws of the first epoch, as the cache did")
+    site.note("`repeat` keeps the random numbers of the first epoch, as `cache` did")
     return site.make("{x}.repeat(1, reseed_each_epoch=False)", x=site.receiver)
 
 
 def _as_numpy_iterator(site: CallSite) -> Expression:
     """Drop `as_numpy_iterator` in the head of a loop; elsewhere port it to `iter`."""
-    script, examples = site.script, dropped_method("Grain's examples are NumPy's")(site)
-    used = script.call_of_arg(site.node)
-    is_whole = used and script.code(used.func) in NAMES["whole_iterations"]
-    if is_looped(script, site.node) or is_whole:
+    script = site.script
+    examples = dropped_method("Grain's examples are NumPy arrays")(site)
+    call = script.call_of_arg(site.node)
+    is_iterated = call and script.code(call.func) in NAMES["whole_iterations"]
+    if is_looped(script, site.node) or is_iterated:
         return examples
     return site.make("iter({x})", x=examples)
 
@@ -275,9 +276,9 @@ def _enumerate(site: CallSite) -> Expression:
 
 DROPPED_METHODS: dict[str, Rule] = {
     "cache": dropped_method(
-        "examples are arrays in memory, and maps run as they are read"
+        "examples are arrays in memory, and `map` runs when the loop reads an example"
     ),
-    "prefetch": dropped_method("strategies read ahead by themselves"),
+    "prefetch": dropped_method("strategies read ahead"),
     "with_options": dropped_method(
         "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
     ),
@@ -316,7 +317,7 @@ def is_in_order(script: Script, source: cst.Call) -> bool:
 
 
 def _repeat_of_stream(site: CallSite) -> Expression:
-    site.note("all repetitions have the order and random numbers of the first")
+    site.note("all repetitions have the order and random numbers of the first epoch")
     is_counted = site.node.args and not is_endless(site.script, site.node)
     count = ", {count}" if is_counted else ""
     rule = by_template(
@@ -331,6 +332,6 @@ STREAM_RULES: dict[str, Rule] = {
     ),
     "repeat": _repeat_of_stream,
     "shuffle": dropped_method(MESSAGES["stream_shuffled"]),
-    "cache": dropped_method("the data are read again in each epoch"),
+    "cache": dropped_method("Grain reads the data again in each epoch"),
 }
-"""Rules for methods of streams of batches, where they differ."""
+"""Rules for methods of streams of batches that `METHOD_RULES` does not fit."""

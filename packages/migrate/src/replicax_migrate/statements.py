@@ -46,11 +46,14 @@ _DEFAULT_DEVICE = re.compile(r"/?(device:)?(gpu|tpu)(:0)?", re.IGNORECASE)
 
 
 def removal_reason(script: Script, line: cst.SimpleStatementLine) -> str | None:
-    """Why to remove a line that only TensorFlow needs; None for other lines."""
+    """Why the port removes a line that only TensorFlow needs; None for other lines.
+
+    `""` removes a line without a note.
+    """
     small = only_statement(line)
     if isinstance(small, cst.Assert):
-        is_version = _asks_version(script, small.test)
-        return MESSAGES["asserted_version"] if is_version else None
+        has_version = _has_version(script, small.test)
+        return MESSAGES["asserted_version"] if has_version else None
     call = small.value if isinstance(small, cst.Expr) else None
     if not isinstance(call, cst.Call):
         return None
@@ -61,24 +64,24 @@ def removal_reason(script: Script, line: cst.SimpleStatementLine) -> str | None:
     path = script.called_path(call)
     if not path and isinstance(object_of(call), cst.Call):
         path = f"{script.called_path(object_of(call))}().{method_name(call)}"
-    return f"tf.{path} is taken out: {DROPPED[path]}" if path in DROPPED else None
+    return f"tf.{path} is removed: {DROPPED[path]}" if path in DROPPED else None
 
 
-def _asks_version(script: Script, test: cst.BaseExpression) -> bool:
+def _has_version(script: Script, test: cst.BaseExpression) -> bool:
     names = find(test, cst.Attribute, cst.Name)
-    is_version = any(is_version_of_tensorflow(script, name) for name in names)
-    return is_version and not isinstance(test, cst.BooleanOperation)
+    has_version = any(is_version_of_tensorflow(script, name) for name in names)
+    return has_version and not isinstance(test, cst.BooleanOperation)
 
 
 def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:
-    """Whether a node is a name of TensorFlow's version, such as `tf.__version__`."""
+    """Whether a node is TensorFlow's version, such as `tf.__version__`."""
     return f"{script.names.tf_path(node)}.".startswith(NAMES["version_attributes"])
 
 
 def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
-    """Whether a node is the statement `x.set_shape(...)` of a tensor.
+    """Whether a node is the statement `x.set_shape(...)` for a tensor `x`.
 
-    A script that defines a method `set_shape` has none.
+    False for all calls if the script defines a method `set_shape`.
     """
     return (
         isinstance(node, cst.Call)
@@ -98,7 +101,7 @@ def _has_no_effect(script: Script, context: cst.BaseExpression) -> bool:
     if script.called_path(context) != "device":
         name = script.called_path(context) or script.names.tf_path(context)
         return name in NAMES["transparent_contexts"]
-    # Arrays are on the first GPU anyway, or on the CPU if there is none.
+    # By default, JAX puts arrays on the first accelerator, or on the CPU.
     text = string_of(script.resolved_arg(context, 0, "device_name"))
     return bool(_DEFAULT_DEVICE.fullmatch(text))
 
@@ -106,12 +109,12 @@ def _has_no_effect(script: Script, context: cst.BaseExpression) -> bool:
 def without_needless_items(
     script: Script, node: cst.With, updated: cst.With
 ) -> Replacement:
-    """Remove items without effect; replace a `with` that has no others by its body."""
-    gone = items_without_effect(script, node)
+    """Remove items without effect; inline the body of a `with` without other items."""
+    needless = items_without_effect(script, node)
     pairs = zip(node.items, updated.items, strict=True)
-    kept = [new for item, new in pairs if item not in gone]
-    if not gone or not kept:
-        return inlined_body(updated) if gone else updated
+    kept = [new for item, new in pairs if item not in needless]
+    if not needless or not kept:
+        return inlined_body(updated) if needless else updated
     kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
     return updated.with_changes(items=kept)
 
@@ -140,45 +143,45 @@ def without_empty_block(
 
 
 def comment_lines(statement: cst.CSTNode) -> list[cst.EmptyLine]:
-    """The comments of a removed statement, as lines of their own."""
+    """The comments of a removed statement, one per line."""
     return [cst.EmptyLine(comment=comment) for comment in _comments(statement)]
 
 
 def remaining_comments(statement: cst.CSTNode) -> list[cst.EmptyLine]:
-    """The comments that stay when a statement is removed.
+    """The comments of a removed statement that stay.
 
-    Comments directly above the statement or on its line are removed. Others stay,
+    The port removes comments directly above the statement or on its line. Others stay,
     such as the heading of a section with a blank line below.
     """
-    gone: list[cst.CSTNode] = []
+    removed: list[cst.CSTNode] = []
     for node in walk(statement):
         if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             for line in itertools.takewhile(
                 lambda line: line.comment, reversed(node.leading_lines)
             ):
-                gone += _comments(line)
+                removed += _comments(line)
         if isinstance(node, cst.SimpleStatementLine):
-            gone += _comments(node.trailing_whitespace)
+            removed += _comments(node.trailing_whitespace)
         elif isinstance(node, cst.IndentedBlock):
-            gone += _comments(node.header)
-    kept = [comment for comment in _comments(statement) if comment not in gone]
+            removed += _comments(node.header)
+    kept = [comment for comment in _comments(statement) if comment not in removed]
     return [cst.EmptyLine(comment=comment) for comment in kept]
 
 
 def lost_comments(
     original: Statement, nodes: Sequence[Statement]
 ) -> list[cst.EmptyLine]:
-    """The comments inside a simple statement that its port `nodes` lacks.
+    """The comments in a simple statement that are missing in its port `nodes`.
 
     Compound statements lose no comments.
     """
     if not isinstance(original, cst.SimpleStatementLine):
         return []
-    there = [c.value for node in nodes for c in _comments(node)]
+    remaining = [c.value for node in nodes for c in _comments(node)]
     lost = []
     for comment in _comments(original):
-        if comment.value in there:
-            there.remove(comment.value)
+        if comment.value in remaining:
+            remaining.remove(comment.value)
         else:
             lost.append(cst.EmptyLine(comment=comment))
     return lost
@@ -189,12 +192,12 @@ def _comments(node: cst.CSTNode) -> list[cst.Comment]:
 
 
 _SERVER_NOTE = (
-    "the server is taken out: the strategy serves in a ps task, workers run the script"
+    "the server is removed: the strategy serves in a ps task, workers run the script"
 )
 
 
 def plan_servers(script: Script) -> Edits:
-    """Plan to remove `if task is a server:`, and functions that start clusters."""
+    """Plan to remove the `if` of a server task, and functions that start clusters."""
     edits = Edits()
     for function in script.nodes(cst.FunctionDef):
         if _starts_cluster(script, function):
@@ -216,7 +219,7 @@ def plan_servers(script: Script) -> Edits:
 
 
 def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
-    """Whether a function makes servers, and returns the resolver of their cluster."""
+    """Whether a function starts servers, and returns a cluster resolver."""
     has_server = any(_is_server(script, call) for call in find(function.body, cst.Call))
     values = [n.value for n in find(function.body, cst.Return) if n.value]
     paths = [script.called_path(script.flow.resolve(value)) for value in values]
@@ -269,26 +272,28 @@ def _without_first_branch(updated: cst.If) -> Replacement:
 
 
 def plan_settings(script: Script) -> Edits:
-    """Plan to remove settings of TensorFlow that are assigned to variables.
+    """Plan to remove variables with settings of TensorFlow.
 
-    These are `tf.data.Options()`, `ConfigProto()`, `AUTOTUNE`, and lists of
-    `tf.TensorSpec` for the signature of a `tf.function`. A variable stays, with the
-    assignments to its attributes, if one of its uses stays. An `if` that only raises
-    an error for a version of TensorFlow is removed too.
+    Settings are `tf.data.Options()`, `ConfigProto()`, `AUTOTUNE`, and lists of
+    `tf.TensorSpec` for the signature of a `tf.function`. If one use of a variable
+    stays, the variable stays, with the assignments to its attributes. The pass also
+    removes an `if` that only raises an error for a version of TensorFlow.
     """
     edits = Edits()
     for node in script.nodes(cst.If):
         first, *rest = node.body.body
         is_raise = isinstance(only_statement(first) or first, cst.Raise) and not rest
-        is_alone = node.orelse is None and not isinstance(script.parent(node), cst.If)
-        if is_raise and is_alone and _asks_version(script, node.test):
+        has_branches = node.orelse is not None or isinstance(
+            script.parent(node), cst.If
+        )
+        if is_raise and not has_branches and _has_version(script, node.test):
             script.note(node.test, MESSAGES["asserted_version"])
             edits.remove(node)
     settings = {d for d in script.flow.definitions if _is_setting(script, edits, d)}
     unused = set(settings)
-    number = -1
-    while number != len(unused):
-        number = len(unused)
+    last_size = -1
+    while last_size != len(unused):
+        last_size = len(unused)
         unused = {
             definition
             for definition in unused
@@ -304,28 +309,28 @@ def plan_settings(script: Script) -> Edits:
         }
     for definition in sorted(settings, key=lambda d: script.line(d.node)):
         uses = script.flow.uses(definition)
-        assigned = [
+        assigns = [
             assign for use in uses if (assign := _attribute_assignment(script, use))
         ]
         if definition in unused:
             _drop_statement(script, edits, definition.values[0])
-            for assign in assigned:
+            for assign in assigns:
                 _drop_statement(script, edits, assign)
                 _note_policy(script, assign)
         elif isinstance(value := definition.values[0], cst.Call):
             script.leave(value, f"{script.code(value.func)} {_SETTING_STAYS}")
-            edits.unchanged.update({value, *assigned})
+            edits.unchanged.update({value, *assigns})
     return edits
 
 
-_SETTING_STAYS = "stays: not all that it is given to is ported"
+_SETTING_STAYS = "has uses that stay"
 
 
 def _is_setting(script: Script, edits: Edits, definition: Definition) -> bool:
     if not (script.edits.unchanged | edits.unchanged).isdisjoint(
         script.parents(definition.node)
     ):
-        return False  # The function around it is removed, or stays as a whole.
+        return False  # The port removes or keeps the whole function around the node.
     if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
         return False
     value = definition.values[0]
@@ -339,7 +344,7 @@ def _is_setting(script: Script, edits: Edits, definition: Definition) -> bool:
 
 
 def _is_in_ported_call(script: Script, edits: Edits, use: cst.CSTNode) -> bool:
-    """Whether a use is in a ported call, or is the signature of a `tf.function`."""
+    """Whether a use is an argument of a ported call, or the signature of a step."""
     arg, call = script.parent(use), script.call_of_arg(use)
     if not isinstance(arg, cst.Arg):
         return False
@@ -351,7 +356,7 @@ def _is_in_ported_call(script: Script, edits: Edits, use: cst.CSTNode) -> bool:
 
 
 def _attribute_assignment(script: Script, use: cst.CSTNode) -> cst.Assign | None:
-    """The assignment `options.a.b = c` around a use of `options`; else None."""
+    """The assignment `options.a.b = c` with the use `options`; None for other uses."""
     node: cst.CSTNode | None = use
     while isinstance(parent := script.parent(node) if node else None, cst.Attribute):
         node = parent

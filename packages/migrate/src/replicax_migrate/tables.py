@@ -1,4 +1,4 @@
-"""Reads `tables.toml`: the target of each path, or why the path has none.
+"""Reads `tables.toml`: the target of each path, or why a path has no target.
 
 `find_target("math.abs")` is `"keras.ops.abs"`.
 """
@@ -17,15 +17,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """A row of the tables: how calls of a TensorFlow function become calls of a target.
+    """A row of the tables: how a call of a TensorFlow function becomes another call.
 
     Attributes:
-        target: The dotted name of the target, such as `"keras.ops.sum"`.
-        parameters: TensorFlow's parameters in their order, with their names in the
-            target. `-` drops an argument; `!` refuses values other than None and
-            False; `*` before a name passes the argument by keyword.
-        defaults: Defaults of TensorFlow that the target does not have, as code.
-        forms: Conversions of arguments, see `rules`.
+        target: The dotted name of the called target, such as `"keras.ops.sum"`.
+        parameters: By parameter of TensorFlow, in order, the parameter of the target.
+            `-` drops an argument; `!` refuses values other than None and False; `*`
+            before a name passes the argument by keyword.
+        defaults: By parameter of the target, code for a default that it lacks.
+        forms: By parameter of TensorFlow, the conversion in `rules`.
     """
 
     target: str
@@ -58,32 +58,32 @@ def _products(table: Mapping[str, str]) -> list[str]:
 
 
 def _arguments(table: Mapping[str, str]) -> list[tuple[str, int, str]]:
-    """Parse rows `position name = paths`; a path, position and name for each path."""
-    rows = ((*where.split(), paths.split()) for where, paths in table.items())
-    return [(path, int(at), name) for at, name, paths in rows for path in paths]
+    """Parse rows `position name = paths` to tuples of path, position and name."""
+    rows = ((*key.split(), paths.split()) for key, paths in table.items())
+    return [(path, int(index), name) for index, name, paths in rows for path in paths]
 
 
 def _operators(rows: Iterable[str]) -> dict[str, Operator]:
-    """Parse rows `names | parameters | target | its parameters`; operators by name."""
+    """Parse rows `paths | parameters | target | target's parameters`, by path."""
     table: dict[str, Operator] = {}
     for row in rows:
         names, parameters, target, targets, *defaults = map(str.strip, row.split("|"))
         pairs = dict(zip(parameters.split(), targets.split(), strict=True))
         parameters_of = {k: text.partition(":")[0] for k, text in pairs.items()}
-        written = dict(text.split("=") for text in defaults)
+        defaults_of = dict(text.split("=") for text in defaults)
         forms = {k: v.partition(":")[2] for k, v in pairs.items() if ":" in v}
         for name in names.split():
             table[name] = Operator(
                 target=_with_last_part(target, name),
                 parameters=parameters_of,
-                defaults=written,
+                defaults=defaults_of,
                 forms=forms,
             )
     return table
 
 
 def _templates(rows: Iterable[str]) -> dict[str, tuple[list[str], str]]:
-    """Parse rows `names | parameters | text`; parameters and text by name."""
+    """Parse rows `names | parameters | template`; parameters and template by name."""
     return {
         name: (parameters.split(), text.strip())
         for names, parameters, text in (row.split("|") for row in rows)
@@ -94,8 +94,8 @@ def _templates(rows: Iterable[str]) -> dict[str, tuple[list[str], str]]:
 _FILE = resources.files("replicax_migrate").joinpath("tables.toml")
 _DATA = tomllib.loads(_FILE.read_text("utf-8"))
 
-# The file says what the rows of each table are. Rows `value = names` become one entry
-# for each name.
+# Comments in the file describe the rows of each table. Rows `value = names` become one
+# entry per name.
 
 ALIASES: dict[str, str] = _DATA["aliases"]
 OLD_PREFIXES: dict[str, str] = _DATA["old_prefixes"]
@@ -106,15 +106,15 @@ NOTES = _by_name(_DATA["notes"])
 DROPPED = _by_name(_DATA["dropped"])
 _STAYING = _by_name(_DATA["need_tensorflow"])
 NEED_TENSORFLOW = frozenset(_STAYING)
-"""Paths of what Keras 3 makes with TensorFlow on all backends."""
+"""Paths of parts of Keras 3 that use TensorFlow on all backends."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
 _FOREIGN = _by_name(_DATA["foreign"])
-"""Why imports of packages stay, by patterns of names."""
+"""By pattern of a full name, why an import stays."""
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
 GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 WRITTEN = _templates(_DATA["operators"]["written"])
-"""Templates by path: TensorFlow's parameters, and the text with `{x}` for them."""
+"""By path, TensorFlow's parameters and a template with `{x}` for a parameter `x`."""
 ARGUMENTS = _lists(_DATA["arguments"])
 KEYWORDS = {
     table: {
@@ -124,29 +124,26 @@ KEYWORDS = {
     }
     for table, rows in _DATA["keywords"].items()
 }
-"""By function or method and by keyword: the action for the keyword, and its reason."""
+"""By function or method and by keyword, the action for the keyword and the reason."""
 OLD_KEYWORDS: dict[str, str] = _DATA["old_keywords"]
 OLD_ORDERS = {k: v.split() for k, v in _by_name(_DATA["old_orders"]).items()}
-"""Parameters in the order of TensorFlow 1, by path."""
+"""By path, parameters in the order of TensorFlow 1."""
 WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
 IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])
 NO_STREAM: dict[str, str] = _DATA["no_stream"]
 ORDERS = {k: v.split() for k, v in _by_name(_DATA["orders"]).items()}
-"""Parameters by path whose order Keras 3 has changed; `"-"` for unchanged ones."""
+"""By path, parameters that Keras 3 has moved; `"-"` at unchanged positions."""
 CALL_ORDERS = _lists(_DATA["call_orders"])
 MESSAGES: dict[str, str] = _DATA["messages"]
 CHANGED_DEFAULTS = _arguments(_DATA["changed_defaults"])
-"""Path, position and name of arguments with other defaults in Keras 2."""
+"""Tuples of path, position and name of an argument with another default in Keras 2."""
 
 READERS = _products(_DATA["readers"])
-"""Paths of functions of Keras that read batches; `format="grain"` gives Grain's."""
+"""Paths of functions of Keras that read batches; their `format="grain"` uses Grain."""
 OPTIMIZERS = _products(_DATA["optimizers"])
 """Paths of the classes of optimizers."""
-
-
 OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
-
 RENAMED_METHODS: dict[str, str] = _DATA["methods"]["renamed"]
 WRITTEN_METHODS = _templates(_DATA["methods"]["written"])
 KINDS: dict[str, str] = _DATA["kinds"]
@@ -160,15 +157,15 @@ def is_dotted(target: str) -> bool:
 
 
 def is_module(path: str) -> bool:
-    """Whether the tables have names of a module of TensorFlow, such as `"nn"`."""
+    """Whether a path is a module of TensorFlow with names in the tables."""
     names = itertools.chain(EXACT, PREFIXES, DEVICE_OPERATORS, _REASONS)
     return path in PREFIXES or any(name.startswith(f"{path}.") for name in names)
 
 
 def is_module_of_keras(target: str) -> bool:
     """Whether a dotted target is a module of Keras 3."""
-    is_there = target.partition(".")[0] == "keras" and exists(target)
-    return is_there and inspect.ismodule(_resolved(target))
+    is_in_keras = target.partition(".")[0] == "keras" and exists(target)
+    return is_in_keras and inspect.ismodule(_resolved(target))
 
 
 @functools.cache
@@ -178,14 +175,14 @@ def exists(target: str) -> bool:
 
 
 def _resolved(target: str) -> Any:
-    """The value of a public target; `_NOTHING` if absent, None for a field."""
+    """The value of a target; None for a field, `_NOTHING` if there is no such name."""
     root, *parts = target.split(".")
     value: Any = importlib.import_module(ALIASES[root])
     for i, part in enumerate(parts):
         if part not in getattr(value, "__all__", [part]):
             return _NOTHING
         if not hasattr(value, part):
-            try:  # A submodule that is not imported yet.
+            try:  # The part may be a submodule that Python has not imported.
                 importlib.import_module(f"{value.__name__}.{part}")
             except (AttributeError, ImportError):
                 fields = getattr(value, "__annotations__", ()) if i > 0 else ()
@@ -196,7 +193,7 @@ def _resolved(target: str) -> Any:
 
 @functools.cache
 def kind_of_target(target: str) -> str | None:
-    """The kind of object that a call of a target makes, such as `"model"`."""
+    """The kind of object that a call of a target returns, such as `"model"`."""
     if target in _MAKERS:
         return _MAKERS[target]
     name = target.rpartition(".")[2]
@@ -244,7 +241,7 @@ def _by_prefix(path: str) -> str | None:
 
 
 def is_known(path: str) -> bool:
-    """Whether a path has a target, a rule or a reason of its own."""
+    """Whether a path has a target, a template, or a row with a reason."""
     tables = (WRITTEN, GUARDED_OPERATORS, DROPPED, _REASONS)
     return any(path in table for table in tables) or find_target(path) is not None
 
@@ -252,25 +249,25 @@ def is_known(path: str) -> bool:
 def find_reason(path: str) -> str:
     """Why a path has no target, and what to do instead."""
     if not path:
-        return "the module `tensorflow` is used as a value: port it by hand"
+        return "the module `tensorflow` is a value here: port it by hand"
     for prefix, _ in _prefixes(path):
         if reason := _REASONS.get(prefix):
-            is_predicate = reason.split()[0] in {"is", "has", "stays"}
+            is_predicate = reason.split()[0] in {"is", "has", "stays", "depends"}
             return f"tf.{path} {reason if is_predicate else f'stays: {reason}'}"
-    return f"tf.{path} has no counterpart here"
+    return f"tf.{path} has no counterpart"
 
 
 def foreign_problem(name: str) -> str:
     """Why an imported name needs TensorFlow, and stays; `""` for other names."""
     prefixes = [prefix for prefix, _ in _prefixes(name)][::-1]
     for pattern, why in _FOREIGN.items():
-        if fitting := fnmatch.filter(prefixes, pattern):
-            return f"{fitting[0]} {why}" if why else ""
+        if matches := fnmatch.filter(prefixes, pattern):
+            return f"{matches[0]} {why}" if why else ""
     return ""
 
 
 def _prefixes(path: str) -> Iterator[tuple[str, str]]:
-    """The prefixes of a path, longest first, each with the rest of the path."""
+    """Pairs of a prefix of a path and the rest of the path, longest prefix first."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         yield ".".join(parts[:n]), ".".join(parts[n:])

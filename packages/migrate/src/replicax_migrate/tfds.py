@@ -1,9 +1,9 @@
-"""Ports `tfds.load` of data sets that `keras.datasets` has, such as `"mnist"`.
+"""Ports `tfds.load` of data sets in `keras.datasets`, such as `"mnist"`.
 
-`tfds.load("mnist", split="train", as_supervised=True)` becomes a call of
-`keras.datasets.mnist.load_data()` above, and `rx.input.numpy_dataset` of its arrays.
-The examples are the same, in another order. `info.splits["train"].num_examples` becomes
-the length of an array.
+`tfds.load("mnist", split="train", as_supervised=True)` becomes
+`rx.input.numpy_dataset(...)` of the arrays of `keras.datasets.mnist.load_data()`, which
+a new line above loads. The examples are the same, in another order.
+`info.splits["train"].num_examples` becomes the length of an array.
 """
 
 import re
@@ -23,7 +23,7 @@ __all__ = ["plan_loads", "unknown_loads"]
 
 _PACKAGE = "tensorflow_datasets"
 _CLASSES = {"mnist": 10, "fashion_mnist": 10, "cifar10": 10, "cifar100": 100}
-"""Data sets of Keras with splits `train` and `test`, and the number of classes."""
+"""By data set of Keras with splits `train` and `test`, the number of classes."""
 _SHAPES = {"mnist": "(28, 28, 1)", "fashion_mnist": "(28, 28, 1)"}
 _SHAPE = "(32, 32, 3)"
 _SPLIT = re.compile(r"(train|test)(?:\[(\d+%?)?:(\d+%?)?\])?")
@@ -35,12 +35,12 @@ class _Load(NamedTuple):
 
     Attributes:
         name: The name of the data set in `keras.datasets`.
-        splits: The names of splits; empty for a dictionary of all splits.
+        splits: The names of the splits; empty for a dictionary of all splits.
         is_list: Whether the result is a list of splits.
         test: The condition that chooses one of two splits; else `""`.
         is_supervised: Whether examples are pairs, not dictionaries.
-        info: The variable of the `info` object, if there is one.
-        uses: By expression of that variable, the code that replaces it.
+        info: The variable for the `info` object; None without `with_info=True`.
+        uses: By expression with this variable, the code that replaces the expression.
     """
 
     name: str
@@ -64,7 +64,7 @@ def unknown_loads(
 
 
 def plan_loads(script: Script, edits: Edits, calls: list[cst.Call]) -> None:
-    """Plan the port of calls of which `unknown_loads` yields none."""
+    """Plan the port of calls, none of which `unknown_loads` yields."""
     for call in calls:
         _plan(script, edits, call, _parse_load(script, call))
     for node in script.calls:
@@ -78,7 +78,7 @@ def _parse_load(script: Script, call: cst.Call) -> _Load:
     if script.names.imported(call.func) != f"{_PACKAGE}.load":
         raise Unported("")
     if not isinstance(script.statement_of(call), cst.SimpleStatementLine):
-        raise Unported(": load them in a line of their own")
+        raise Unported(": load them in a statement above")
     try:
         args = bind_args(
             call.args, [*NAMES["load_parameters"], *NAMES["load_switches"]]
@@ -90,10 +90,10 @@ def _parse_load(script: Script, call: cst.Call) -> _Load:
     if name not in _CLASSES:
         raise Unported("")
     if "batch_size" in values:
-        raise Unported(", and come in batches")
+        raise Unported(" in batches")
     is_supervised = _is_true(script, values.get("as_supervised"))
     if not is_supervised and name not in _SHAPES:
-        raise Unported(f": without as_supervised=True those of {name} have an id")
+        raise Unported(f": without as_supervised=True, examples of {name} have an id")
     is_list, test, splits = _splits(script, values.get("split"))
     info = _info(script, call) if _is_true(script, values.get("with_info")) else None
     uses = dict(_info_uses(script, info, name)) if info is not None else {}
@@ -101,7 +101,7 @@ def _parse_load(script: Script, call: cst.Call) -> _Load:
 
 
 def _value(script: Script, node: Expression) -> Expression:
-    """The only value of a variable; the node itself for a parameter, which may vary."""
+    """The only value of a variable; the node itself for a parameter."""
     return node if is_parameter(script, node) else script.flow.resolve(node)
 
 
@@ -117,15 +117,12 @@ def _text(script: Script, node: Expression | None) -> str | None:
 def _is_true(script: Script, node: Expression | None) -> bool:
     text = script.code(node) if node is not None else "False"
     if text not in {"True", "False"}:
-        raise Unported(f": whether it is {text} is not seen")
+        raise Unported(f": `{text}` is not a literal True or False")
     return text == "True"
 
 
 def _splits(script: Script, node: Expression | None) -> tuple[bool, str, list[str]]:
-    """Whether the splits are a list, the condition that chooses one, and their names.
-
-    No names mean all splits.
-    """
+    """The values of `is_list`, `test` and `splits` of a `_Load`."""
     if node is None:
         return False, "", []
     value, test = _value(script, node), ""
@@ -136,7 +133,7 @@ def _splits(script: Script, node: Expression | None) -> tuple[bool, str, list[st
         if value is not node:
             test = f"{script.code(node)} == {script.code(value.body)}"
         elif any(map(script.names.tf_path, find(value.test, cst.Name, cst.Attribute))):
-            raise Unported(f": whether it is {test} is not seen")
+            raise Unported(f": the condition `{test}` has names of TensorFlow")
     splits = [_text(script, part) or "" for part in parts]
     if not all(_SPLIT.fullmatch(split) for split in splits):
         raise Unported(f": the split {script.code(node)} has no counterpart")
@@ -148,7 +145,7 @@ def _info(script: Script, call: cst.Call) -> cst.Name:
     is_single = isinstance(assign, cst.Assign) and len(assign.targets) == 1
     names = elements_of(script.target_of(call)) if is_single else []
     if len(names) != 2 or not isinstance(names[1], cst.Name):
-        raise Unported(": the info object has no name")
+        raise Unported(": assign the info object to a variable")
     return names[1]
 
 
@@ -175,29 +172,29 @@ def _info_uses(
 
 
 def _plan(script: Script, edits: Edits, call: cst.Call, load: _Load) -> None:
-    splits, begin, end = load.splits or ["train", "test"], "[", "]"
-    both = ("train", "test")
+    splits, start, end = load.splits or ["train", "test"], "[", "]"
+    all_splits = ("train", "test")
     needed = [*(split.partition("[")[0] for split in splits), *load.uses.values()]
     names = {
         k: (
             _unused_name(script, edits, f"{k}_images"),
             _unused_name(script, edits, f"{k}_labels"),
         )
-        for k in both
+        for k in all_splits
         if any(k in text for text in needed)
     }
     edits.new_names.update({name for pair in names.values() for name in pair})
-    pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in both]
+    pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in all_splits]
     loaded = script.local_text(f"keras.datasets.{load.name}.load_data")
     line = f"{', '.join(pairs)} = {loaded}()"
     edits.insert_above(script.statement_of(call), line)
     values = [_dataset(load, split, names) for split in splits]
     if not load.splits:
         values = [f'"{key}": {x}' for key, x in zip(splits, values, strict=True)]
-        begin, end = "{", "}"
+        start, end = "{", "}"
     text = values[0]
     if not load.splits or load.is_list:
-        text = "".join([begin, *(f"\n    {value}," for value in values), "\n", end])
+        text = "".join([start, *(f"\n    {value}," for value in values), "\n", end])
     if load.test:
         text = f"({values[0]} if {load.test} else {values[1]})"
     value = script.template(text)
@@ -208,9 +205,9 @@ def _plan(script: Script, edits: Edits, call: cst.Call, load: _Load) -> None:
         target = script.parent(script.parent(load.info) or load.info)
         assert isinstance(target, cst.Tuple | cst.List)
         edits.replacements[target] = lambda updated: updated.elements[0].value
-    for node, what in load.uses.items():
+    for node, code in load.uses.items():
         labels = {k: pair[1] for k, pair in names.items()}
-        new = cst.parse_expression(what.format(**labels))
+        new = cst.parse_expression(code.format(**labels))
         edits.replacements[node] = lambda updated, new=new: new
 
 
@@ -236,7 +233,7 @@ def _dataset(load: _Load, split: str, names: dict[str, tuple[str, str]]) -> str:
 
 
 def _index(text: str | None, labels: str) -> str:
-    """The code for the bound of a slice: a number of examples, or a percentage."""
+    """The code for the bound of a slice: of a number of examples, or a percentage."""
     if text is None or text in {"0", "0%", "100%"}:
         return ""
     percent = text.removesuffix("%")

@@ -1,7 +1,8 @@
-"""Finds the functions that strategies trace, and gives them random generators.
+"""Finds the functions that strategies trace, and passes them random generators.
 
 In a traced step, `tf.random.normal([2])` becomes
-`keras.random.normal([2], seed=seed_generator)`, with a generator made in the scope.
+`keras.random.normal([2], seed=seed_generator)`. A new line in the scope of the strategy
+makes the generator.
 """
 
 from collections.abc import Iterable, Iterator
@@ -56,32 +57,32 @@ def is_traced(script: Script, node: cst.CSTNode) -> bool:
 
 
 def plan_traced(script: Script) -> Edits:
-    """Record the traced functions: those that strategies run, and their callees.
+    """Record the traced functions, and their callees.
 
-    Methods of models and layers that `fit` compiles, and model functions of estimators
-    are traced too.
+    Traced are functions that strategies run, methods of models and layers that `fit`
+    compiles, and model functions of estimators.
     """
     edits = Edits()
-    first = [*_run_by_strategies(script), *_compiled_methods(script)]
-    edits.traced_functions.update(with_callees(script, first))
+    roots = [*_run_by_strategies(script), *_compiled_methods(script)]
+    edits.traced_functions.update(with_callees(script, roots))
     return edits
 
 
 def with_callees(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
-    """Functions, and all functions of the script that they call, directly or not."""
+    """Functions, and the functions of the script that they call, also indirectly."""
     return set(
         reachable(functions, lambda function: _called_functions(script, function))
     )
 
 
 def calls_in(script: Script, functions: Iterable[cst.CSTNode]) -> list[cst.Call]:
-    """The calls in functions and in their callees, each once."""
+    """The calls in functions and in their callees, without duplicates."""
     callees = sorted(with_callees(script, functions), key=script.line)
     return list(dict.fromkeys(call for f in callees for call in find(f, cst.Call)))
 
 
 def _called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The functions of the script that a function may call; methods match by name."""
+    """The functions and, by name, methods of the script that a function may call."""
     for node in find(function, cst.Call):
         if isinstance(node.func, cst.Name):
             yield from script.functions(node.func.value)
@@ -119,11 +120,11 @@ def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
 
 
 def external_bases(script: Script, owner: cst.ClassDef | None) -> list[Expression]:
-    """The bases of a class, direct or not, that the script does not define."""
-    seen = with_bases(script, owner)
-    named = {owner.name.value for owner in seen} | {"object", "ABC", "Protocol"}
-    every_base = [base.value for owner in seen for base in owner.bases]
-    return [base for base in every_base if script.code(base) not in named]
+    """The direct and indirect bases of a class that the script does not define."""
+    classes = with_bases(script, owner)
+    ignored = {c.name.value for c in classes} | {"object", "ABC", "Protocol"}
+    bases = [base.value for c in classes for base in c.bases]
+    return [base for base in bases if script.code(base) not in ignored]
 
 
 def class_of_method(
@@ -150,13 +151,14 @@ RANDOM_FUNCTIONS = [
 
 
 def plan_randomness(script: Script) -> Edits:
-    """Plan a `SeedGenerator` for each traced call that draws random numbers.
+    """Plan to pass a `SeedGenerator` to each traced call that draws random numbers.
 
-    A layer or model gets a generator of its own; other steps use one that is made in
-    the scope of a strategy. A step that cannot see a scope gets none, and is reported.
+    Each layer or model makes a generator; other steps share a generator that the scope
+    of the strategy makes. If a step is outside the function with the scope, the rule
+    for the call reports the call.
     """
     edits = Edits()
-    homes = {block: script.function_of(block) for block in scope_blocks(script)}
+    owners = {block: script.function_of(block) for block in scope_blocks(script)}
     for node in script.calls:
         if script.called_path(node) not in RANDOM_FUNCTIONS or not is_traced(
             script, node
@@ -166,7 +168,7 @@ def plan_randomness(script: Script) -> Edits:
             edits.generators[node] = f"self.{_GENERATOR_NAME}"
             continue
         around = {None, *script.parents(node)}
-        block = next((b for b, home in homes.items() if home in around), None)
+        block = next((b for b, owner in owners.items() if owner in around), None)
         line = f"{_generator_name(script)} = {_new_generator(script, 'seed=0')}"
         if block is not None:
             edits.generators[node] = _generator_name(script)
@@ -178,8 +180,8 @@ _GENERATOR_NAME = "seed_generator"
 
 
 def _generator_name(script: Script) -> str:
-    is_taken = script.names.is_bound(_GENERATOR_NAME)
-    return _GENERATOR_NAME + "_" * is_taken
+    has_clash = script.names.is_bound(_GENERATOR_NAME)
+    return _GENERATOR_NAME + "_" * has_clash
 
 
 def _new_generator(script: Script, arguments: str = "") -> str:
@@ -190,7 +192,7 @@ def _plan_own_generator(script: Script, edits: Edits, node: cst.Call) -> bool:
     """Plan `self.seed_generator` in the constructor of the layer around a call.
 
     Returns:
-        Whether the call is in a method of a layer or model that can get a generator.
+        Whether the call is in a method of a layer or model with such a constructor.
     """
     function = script.function_of(node)
     owner = class_of_method(script, function)
@@ -223,7 +225,7 @@ def _calls_constructor(line: cst.CSTNode) -> bool:
 
 
 def _inserted_above(text: str, updated: cst.FunctionDef) -> Replacement:
-    """Insert the method `text` above another one, with a blank line between them."""
+    """Insert the method `text` and a blank line above the method `updated`."""
     blank = [line for line in updated.leading_lines if not line.comment]
     gap = [] if blank else [cst.EmptyLine(indent=False)]
     above = cst.parse_statement(text).with_changes(leading_lines=blank)
@@ -240,7 +242,7 @@ def scope_blocks(script: Script) -> Iterator[cst.CSTNode]:
 
 
 def strategy_of(script: Script, block: cst.CSTNode) -> Expression:
-    """The strategy whose scope a block is in."""
-    around = script.parent(block)
-    assert isinstance(around, cst.With)
-    return object_of(around.items[0].item)
+    """The strategy of a block that `scope_blocks` yields."""
+    scope = script.parent(block)
+    assert isinstance(scope, cst.With)
+    return object_of(scope.items[0].item)

@@ -1,10 +1,10 @@
-"""Ports calls in training steps that Keras 3 lacks, and the logs of a `train_step`.
+"""Ports `optimizer.minimize` and `compiled_loss`, and the logs of a `train_step`.
 
 `optimizer.minimize(loss)` becomes a gradient tape. `model.compiled_loss(y, y_pred)`
 becomes `model.compute_loss(y=y, y_pred=y_pred)` and an update of the metric `loss`.
 
-Every model of Keras 3 has the metric `loss`. If a step returns only `{"loss": loss}`,
-`fit` logs the metric instead, which is 0 unless the step updates it.
+Every model of Keras 3 has a metric `loss`. If a step returns only `{"loss": loss}`,
+`fit` logs this metric instead, which is 0 unless the step updates it.
 """
 
 import functools
@@ -48,7 +48,7 @@ def plan_training(script: Script) -> Edits:
         if function is None or kwarg_value(node, "grad_loss") is not None:
             continue
         if kwarg_value(node, "tape") is not None:
-            if _has_variables(script, node):
+            if _has_tensor_and_variables(script, node):
                 edits.replacements[node] = functools.partial(_with_own_tape, script)
         elif calls_estimator_spec(script, function):
             edits.replacements[node] = functools.partial(_estimator_minimize, script)
@@ -62,8 +62,8 @@ def plan_training(script: Script) -> Edits:
     return edits
 
 
-def _has_variables(script: Script, node: cst.Call) -> bool:
-    """Whether a call of `minimize` has variables, and a loss that is no function."""
+def _has_tensor_and_variables(script: Script, node: cst.Call) -> bool:
+    """Whether a call of `minimize` passes variables, and a loss that is a tensor."""
     loss = script.flow.resolve(arg_value(node, 0, "loss"))
     is_function = isinstance(loss, cst.Lambda) or (
         isinstance(loss, cst.Name) and bool(script.functions(loss.value))
@@ -107,33 +107,33 @@ def _plan_tape(script: Script, edits: Edits, call: cst.Call) -> None:
         not isinstance(block, cst.IndentedBlock)
         or not isinstance(line, cst.SimpleStatementLine)
         or not isinstance(loss, cst.Name)
-        or not _is_unused(script, line, block)
+        or not _has_unused_result(script, line, block)
     ):
         return
     before = block.body[: list(block.body).index(line)]
-    used = [_called_models(script, statement) for statement in before]
-    first = next((i for i, names in enumerate(used) if names), len(before))
-    inside = list(before[first:])
+    models_in = [_called_models(script, statement) for statement in before]
+    first = next((i for i, names in enumerate(models_in) if names), len(before))
+    moved = list(before[first:])
     targets = [
-        t.target for statement in inside for t in find(statement, cst.AssignTarget)
+        t.target for statement in moved for t in find(statement, cst.AssignTarget)
     ]
     if not any(is_name(target, loss.value) for target in targets):
         return
-    for statement in inside:
+    for statement in moved:
         edits.replacements[statement] = script.move_away(statement)
-    called = sorted(set().union(*used))
-    variables = arg_value(call, 9, "var_list")
-    text = " + ".join(f"{name}.trainable_variables" for name in called)
-    if variables is not None:
-        text = script.code(variables)
-    edits.replacements[line] = functools.partial(_with_tape, script, line, inside, text)
+    models = sorted(set().union(*models_in))
+    var_list = arg_value(call, 9, "var_list")
+    text = " + ".join(f"{name}.trainable_variables" for name in models)
+    if var_list is not None:
+        text = script.code(var_list)
+    edits.replacements[line] = functools.partial(_with_tape, script, line, moved, text)
     edits.replacements[call] = lambda updated: updated
 
 
-def _is_unused(
+def _has_unused_result(
     script: Script, line: cst.SimpleStatementLine, block: cst.IndentedBlock
 ) -> bool:
-    """Whether the result of `minimize` is unused, or only a control dependency."""
+    """Whether the result of `minimize` has no use, or only control dependencies."""
     small = only_statement(line)
     if isinstance(small, cst.Expr):
         return True
@@ -159,33 +159,33 @@ def _called_models(script: Script, statement: cst.CSTNode) -> set[str]:
 def _with_tape(
     script: Script,
     line: cst.SimpleStatementLine,
-    inside: list[cst.BaseStatement],
+    lines: list[cst.BaseStatement],
     variables: str,
-    updated: cst.SimpleStatementLine,
+    updated_line: cst.SimpleStatementLine,
 ) -> Replacement:
     function = script.function_of(line)
-    used = names_in(function) if function else ()
-    tape = unused_name(used, "tape", "gradient_tape")
-    gradients = unused_name(used, "gradients", "loss_gradients")
-    call = next(filter(_is_minimize, find(updated, cst.Call)))
+    used_names = names_in(function) if function else ()
+    tape = unused_name(used_names, "tape", "gradient_tape")
+    gradients = unused_name(used_names, "gradients", "loss_gradients")
+    call = next(filter(_is_minimize, find(updated_line, cst.Call)))
     loss = arg_value(call, 0, "loss")
     assert loss is not None
     asname = cst.AsName(cst.Name(tape))
     item = cst.WithItem(script.template("rx.GradientTape()"), asname)
-    moved = [script.moved[statement] for statement in inside]
-    differentiated = cst.parse_statement(
+    moved = [script.moved[statement] for statement in lines]
+    gradient = cst.parse_statement(
         f"{gradients} = {tape}.gradient({script.code(loss)}, {variables})"
     )
-    differentiated = differentiated.with_changes(leading_lines=updated.leading_lines)
+    gradient = gradient.with_changes(leading_lines=updated_line.leading_lines)
     optimizer = script.code(object_of(call))
-    applied = cst.parse_statement(
+    update = cst.parse_statement(
         f"{optimizer}.apply_gradients(zip({gradients}, {variables}))"
     )
-    return cst.FlattenSentinel([wrapped_in_with(item, moved), differentiated, applied])
+    return cst.FlattenSentinel([wrapped_in_with(item, moved), gradient, update])
 
 
 def _is_compiled_loss(script: Script, node: cst.Call) -> bool:
-    """Whether a call is of the `compiled_loss` of Keras, not one of the script."""
+    """Whether a node calls Keras' `compiled_loss`, not a function of the script."""
     if method_name(node) != "compiled_loss" or script.called_path(node):
         return False
     is_of_module = script.names.imported(first_name(node.func)) is not None
@@ -199,9 +199,9 @@ def _plan_compiled_loss(script: Script, edits: Edits, node: cst.Call) -> None:
     line, function = script.statement_of(node), script.function_of(node)
     model, target = dotted_name(object_of(node)), script.target_of(node)
     small = only_statement(line)
-    is_whole = isinstance(small, cst.Assign) and small.value is node
-    is_clear = is_whole and isinstance(target, cst.Name)
-    if not is_clear or function is None or model is None:
+    is_assigned = isinstance(small, cst.Assign) and small.value is node
+    has_name = is_assigned and isinstance(target, cst.Name)
+    if not has_name or function is None or model is None:
         raise Unported(_COMPILED_LOSS)
     _check_compiled_loss(script, node, model, function)
     script.note(node, MESSAGES["loss_of_batches"])
@@ -214,7 +214,7 @@ def _plan_compiled_loss(script: Script, edits: Edits, node: cst.Call) -> None:
 def _update_of_loss(
     script: Script, function: cst.FunctionDef, model: str, name: str
 ) -> str:
-    """The code that updates the metric `loss` of a model with the variable `name`."""
+    """The code that passes the variable `name` to a model's metric `loss`."""
     metric = unused_name(names_in(function), "metric", "loss_metric")
     return (
         f"for {metric} in {model}.metrics:\n"
@@ -235,14 +235,13 @@ def _check_compiled_loss(
     adds = f"compute_loss adds {model}.losses"
     if losses is None:
         if any(attr_of(node) == "losses" for node in walk(function)):
-            raise Unported(f"{adds} by itself: use it, and do not add them")
-        script.note(node, f"{adds}, those of regularizers and add_loss")
+            raise Unported(f"{adds}: call it, and do not add {model}.losses yourself")
+        script.note(node, f"{adds}, the losses of regularizers and add_loss")
     elif script.code(losses) not in {f"{model}.losses", "None"}:
-        raise Unported(f"{adds} by itself, and takes no others")
+        raise Unported(f"{adds}, and accepts no other losses")
 
 
 def _compute_loss(updated: cst.Call) -> cst.Call:
-    """Port a call of `compiled_loss` to `model.compute_loss(y=..., y_pred=...)`."""
     names = ("y_true", "y"), ("y_pred", "y_pred"), ("sample_weight", "sample_weight")
     args = []
     for position, (old, new) in enumerate(names):
@@ -281,7 +280,7 @@ def _plan_metric_update(
             script.note(node, MESSAGES["loss_of_epoch"])
 
 
-# Models that are frozen after `compile`.
+# Models that the script freezes after `compile`.
 
 
 def report_trainable(script: Script) -> None:
@@ -298,7 +297,8 @@ def report_trainable(script: Script) -> None:
     for target, text in zip(targets, texts, strict=True):
         assert isinstance(target, cst.Attribute)
         owner = _owner_of_layers(script, target.value)
-        is_switched = owner is None and texts.count(text) > 1  # By the script itself.
+        # A script that assigns the same attribute twice switches it for each step.
+        is_switched = owner is None and texts.count(text) > 1
         if not is_switched and _is_changed_after_compile(
             script, target, owner or target.value
         ):
@@ -306,7 +306,7 @@ def report_trainable(script: Script) -> None:
 
 
 def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
-    """The model of a layer in `for layer in model.layers`; None for other names."""
+    """The model for `layer` in `for layer in model.layers`; None for other names."""
     for definition in definitions(script, node):
         match loop_container(script, definition.node):
             case (cst.Attribute(attr=cst.Name("layers"), value=model), _):
@@ -317,7 +317,7 @@ def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
 def _calls_of(
     script: Script, model: Expression, names: tuple[str, ...]
 ) -> list[cst.Call]:
-    """The calls of some methods of a model, by any name of the model."""
+    """The calls of the methods `names` of a model, through all of its variables."""
     models = {
         creation
         for creation in creations(script, model)
@@ -335,18 +335,18 @@ def _calls_of(
 def _is_changed_after_compile(
     script: Script, node: cst.CSTNode, model: Expression
 ) -> bool:
-    """Whether a model is compiled before an assignment, and not compiled again.
+    """Whether the script compiles a model before an assignment, but not after it.
 
-    A model that one function makes and compiles counts as compiled in others.
+    If one function makes and compiles a model, other functions get a compiled model.
     """
-    around = script.function_of(node)
-    compiled = _calls_of(script, model, ("compile",))
-    here = [script.line(c) for c in compiled if script.function_of(c) is around]
-    if here:
-        return max(here) < script.line(node)
+    function = script.function_of(node)
+    compiles = _calls_of(script, model, ("compile",))
+    lines = [script.line(c) for c in compiles if script.function_of(c) is function]
+    if lines:
+        return max(lines) < script.line(node)
     functions = {
         script.function_of(c)
         for c in creations(script, model)
         if isinstance(c, cst.Call)
     }
-    return any(script.function_of(call) in functions - {None} for call in compiled)
+    return any(script.function_of(call) in functions - {None} for call in compiles)

@@ -1,4 +1,4 @@
-"""Helpers for LibCST nodes: what a node is, and how to make a small node."""
+"""Helpers that inspect and make LibCST nodes."""
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -18,14 +18,14 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def find(node: cst.CSTNode, *kinds: type[_Node]) -> Iterator[_Node]:
-    """The nodes of some types in a node, itself included, in the order of the text."""
+    """`node` and the nodes in it, if of some types, in the order of the text."""
     for inner in walk(node):
         if isinstance(inner, kinds):
             yield inner
 
 
 def reachable(first: Iterable[_T], step: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """The items of `first`, and all items that repeated steps lead to, each once."""
+    """The items of `first`, and all items that `step` leads to, without duplicates."""
     pending, seen = [*first], set[_T]()
     while pending:
         item = pending.pop()
@@ -47,24 +47,24 @@ def dotted_name(node: cst.CSTNode | None) -> str | None:
 
 
 def first_name(node: cst.CSTNode | None) -> cst.Name | None:
-    """The name that a dotted name such as `a.b.c` begins with."""
+    """The name `a` of a dotted name such as `a.b.c`; None for other expressions."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return node if isinstance(node, cst.Name) else None
 
 
 def is_name(node: cst.CSTNode | None, *names: str) -> bool:
-    """Whether a node is exactly one of these names."""
+    """Whether a node is one of `names`."""
     return isinstance(node, cst.Name) and node.value in names
 
 
 def last_name(node: cst.CSTNode | None) -> str:
-    """The name `c` of `a.b.c` or of `c`; `""` of other expressions."""
+    """The name `c` of `a.b.c` or of `c`; `""` for other expressions."""
     return node.value if isinstance(node, cst.Name) else attr_of(node)
 
 
 def attr_of(node: cst.CSTNode | None) -> str:
-    """The last name of an attribute such as `a.b.c`; else `""`."""
+    """The name `c` of an attribute such as `a.b.c`; `""` for other expressions."""
     return node.attr.value if isinstance(node, cst.Attribute) else ""
 
 
@@ -74,7 +74,7 @@ def method_name(node: cst.CSTNode | None) -> str:
 
 
 def object_of(node: cst.CSTNode) -> cst.BaseExpression:
-    """The object `x` of a call `x.method()`; the function of other calls."""
+    """The object `x` of a call `x.method()`; for other calls, the function."""
     assert isinstance(node, cst.Call)
     return node.func.value if isinstance(node.func, cst.Attribute) else node.func
 
@@ -85,13 +85,13 @@ def string_of(node: cst.CSTNode | None) -> str:
 
 
 def elements_of(node: cst.CSTNode | None) -> list[cst.BaseExpression]:
-    """The elements of a list or tuple display; none of other expressions."""
-    is_display = isinstance(node, cst.List | cst.Tuple)
-    return [element.value for element in node.elements] if is_display else []
+    """The elements of a literal list or tuple; empty for other expressions."""
+    is_literal = isinstance(node, cst.List | cst.Tuple)
+    return [element.value for element in node.elements] if is_literal else []
 
 
 def dict_pairs(node: cst.CSTNode | None) -> list[cst.DictElement]:
-    """The pairs of a dict display; none of other expressions."""
+    """The pairs of a literal dict; empty for other expressions."""
     elements = node.elements if isinstance(node, cst.Dict) else ()
     return [element for element in elements if isinstance(element, cst.DictElement)]
 
@@ -103,7 +103,7 @@ def calls_super(node: cst.CSTNode | None) -> bool:
 
 
 def is_list_of_numbers(node: cst.CSTNode) -> bool:
-    """Whether a node is a literal list of numbers, or of such lists."""
+    """Whether a node is a literal list of numbers, also a nested list."""
     parts = [
         p.expression if isinstance(p, cst.UnaryOperation) else p
         for p in elements_of(node)
@@ -115,7 +115,7 @@ def is_list_of_numbers(node: cst.CSTNode) -> bool:
 
 
 def operands(node: cst.CSTNode) -> list[cst.BaseExpression]:
-    """The operands of an operation or subscript; none of other expressions."""
+    """The operands of an operation or subscript; empty for other expressions."""
     match node:
         case cst.BinaryOperation() | cst.BooleanOperation():
             return [node.left, node.right]
@@ -129,12 +129,12 @@ def operands(node: cst.CSTNode) -> list[cst.BaseExpression]:
 
 
 def names_in(node: cst.CSTNode) -> set[str]:
-    """All names in a node, with those of attributes and keywords."""
+    """All names in a node, also of attributes and keywords."""
     return {name.value for name in find(node, cst.Name)}
 
 
 def unused_name(used: Container[str], *wanted: str) -> str:
-    """The first wanted name that is not used; else `wanted[0]` with a number."""
+    """The first of `wanted` that is not in `used`; else `wanted[0]` with a number."""
     numbered = (f"{wanted[0]}_{i}" for i in itertools.count(2))
     return next(n for n in itertools.chain(wanted, numbered) if n not in used)
 
@@ -142,13 +142,13 @@ def unused_name(used: Container[str], *wanted: str) -> str:
 def used_names(module: cst.CSTNode) -> set[str]:
     """The names in a module outside of imports, keywords and attributes."""
 
-    def inside(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    def children(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
         if isinstance(node, cst.Attribute | cst.Arg):
             return [node.value]
         is_import = isinstance(node, cst.Import | cst.ImportFrom)
         return () if is_import else node.children
 
-    nodes = reachable([module], inside)
+    nodes = reachable([module], children)
     return {node.value for node in nodes if isinstance(node, cst.Name)}
 
 
@@ -156,7 +156,7 @@ def used_names(module: cst.CSTNode) -> set[str]:
 
 
 def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]:
-    """Pairs of local and full name that an import binds; `"*"` and the module."""
+    """Pairs of local and full name that an import binds; for `*`, the module."""
     if isinstance(node, cst.Import):
         for alias in node.names:
             name = alias.evaluated_name
@@ -189,7 +189,7 @@ def module_of(node: cst.ImportFrom) -> str:
 
 
 def import_alias(name: str, local: str) -> cst.ImportAlias:
-    """`name as local` in an import; `name` alone if both are equal."""
+    """`name as local` in an import; `name` if both are equal."""
     asname = None if name == local else cst.AsName(cst.Name(local))
     node = cst.parse_expression(name)
     assert isinstance(node, cst.Name | cst.Attribute)
@@ -200,17 +200,17 @@ def import_alias(name: str, local: str) -> cst.ImportAlias:
 
 
 def keyword_of(arg: cst.Arg) -> str:
-    """The keyword of an argument; `""` of one by position."""
+    """The keyword of an argument; `""` for a positional argument."""
     return arg.keyword.value if arg.keyword else ""
 
 
 def has_keyword(arg: cst.Arg, *names: str) -> bool:
-    """Whether an argument is given by one of these keywords."""
+    """Whether an argument has one of the keywords `names`."""
     return arg.keyword is not None and arg.keyword.value in names
 
 
 def find_arg(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | None:
-    """The argument at `position` or with the keyword `name`; None if there is none."""
+    """The argument at `position` or with the keyword `name`; else None."""
     for i, arg in enumerate(args):
         if arg.star:
             return None
@@ -220,13 +220,13 @@ def find_arg(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | Non
 
 
 def arg_value(call: cst.Call, position: int, name: str) -> cst.BaseExpression | None:
-    """The value of the argument at `position` or with the keyword `name`; or None."""
+    """The value of the argument at `position` or with the keyword `name`; else None."""
     arg = find_arg(call.args, position, name)
     return arg.value if arg is not None else None
 
 
 def kwarg_value(call: cst.Call, *names: str) -> cst.BaseExpression | None:
-    """The value of the first argument with one of these keywords; None without one."""
+    """The value of the first argument with one of the keywords; else None."""
     return next((arg.value for arg in call.args if has_keyword(arg, *names)), None)
 
 
@@ -236,7 +236,7 @@ def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
 
 
 def with_keyword(arg: cst.Arg, name: str) -> cst.Arg:
-    """`arg` as a keyword argument of another name."""
+    """`arg` with the keyword `name`."""
     if arg.keyword:
         return arg.with_changes(keyword=cst.Name(name))
     space = cst.SimpleWhitespace("")
@@ -259,22 +259,22 @@ def join_args(
     if not new or not args:
         return new
     last = args[-1]
-    end = new[-1].with_changes(
+    last_arg = new[-1].with_changes(
         comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
     )
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     space = cst.SimpleWhitespace("")
-    ends = [
+    inner_args = [
         arg
         if isinstance(arg.comma, cst.Comma) and arg is not last
         else arg.with_changes(comma=comma, whitespace_after_arg=space)
         for arg in new[:-1]
     ]
-    return [*ends, end]
+    return [*inner_args, last_arg]
 
 
 def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
-    """`call` with the arguments `args`; `call` itself if it has these arguments."""
+    """`call` with the arguments `args`; `call` itself if `args` are its arguments."""
     pairs = zip(args, call.args, strict=False)
     if len(args) == len(call.args) and all(new is old for new, old in pairs):
         return call
@@ -304,7 +304,7 @@ def as_assignment(node: cst.AugAssign) -> cst.Assign:
 
 
 def wrapped_in_with(item: cst.WithItem, lines: Sequence[cst.BaseStatement]) -> cst.With:
-    """A `with` around lines, below the comments of the first line."""
+    """A `with` around lines. Comments of the first line move above the `with`."""
     first, *others = lines
     assert isinstance(first, cst.SimpleStatementLine | cst.BaseCompoundStatement)
     body = cst.IndentedBlock([first.with_changes(leading_lines=()), *others])
@@ -321,13 +321,13 @@ def small_statements(
 
 
 def only_statement(line: cst.CSTNode | None) -> cst.BaseSmallStatement | None:
-    """The statement of a line that has only one; None for other lines and blocks."""
+    """The statement of a line with one statement; None for other lines and blocks."""
     body = line.body if isinstance(line, cst.SimpleStatementLine) else ()
     return body[0] if len(body) == 1 else None
 
 
 def is_docstring(line: cst.CSTNode) -> bool:
-    """Whether a line is only a string."""
+    """Whether a line is a string expression."""
     small = only_statement(line)
     return isinstance(small, cst.Expr) and isinstance(small.value, cst.BaseString)
 

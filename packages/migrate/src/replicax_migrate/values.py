@@ -1,8 +1,8 @@
-"""Finds the expressions whose values another expression may have.
+"""Finds the possible values of an expression: other expressions of the script.
 
-After `models = [Sequential(), None]`, `for m in models:` gives `m` the possible values
-`Sequential()` and `None`. The search follows variables, attributes, containers, loops,
-and functions of the script.
+After `models = [Sequential(), None]`, the possible values of `m` in `for m in models:`
+are `Sequential()` and `None`. The search follows variables, attributes, containers,
+loops, and functions of the script.
 """
 
 import functools
@@ -48,9 +48,9 @@ _T = TypeVar("_T")
 
 
 def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Make a decorator for recursive functions `f(script, node, ...)`.
+    """Make a decorator that ends the recursion of functions `f(script, node, ...)`.
 
-    While a call for a node runs, a nested call for the same node returns `result`.
+    A call within a call for the same node returns `result`.
     """
 
     def decorator(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -73,13 +73,13 @@ def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]
 
 
 def script_bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
-    """The direct bases of a class, as far as the script defines them."""
+    """The direct bases of a class that the script defines."""
     names = [b.value.value for b in node.bases if isinstance(b.value, cst.Name)]
     return [owner for name in names for owner in script.classes(name)]
 
 
 def with_bases(script: Script, *owners: cst.ClassDef | None) -> list[cst.ClassDef]:
-    """Classes and all their bases that the script defines, each once."""
+    """Classes, and their direct and indirect bases that the script defines."""
     return list(
         reachable(filter(None, owners), lambda owner: script_bases(script, owner))
     )
@@ -90,7 +90,7 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
     reaching = script.flow.reaching(node)
     if reaching or not isinstance(node, cst.Attribute):
         return reaching
-    if is_name(node.value, "self"):  # A base of the class may set it.
+    if is_name(node.value, "self"):  # A base of the class may set the attribute.
         owners = [script.class_around(node)]
     else:
         constructor = script.flow.value(node.value)
@@ -103,14 +103,14 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
 
 
 def definition_values(script: Script, definition: Definition) -> list[Expression]:
-    """The values of a definition; of a parameter, with its default."""
+    """The values of a definition, and the default of a parameter."""
     bound = script.parent(definition.node)
     default = bound.default if isinstance(bound, cst.Param) else None
     return [*definition.values, *([default] if default is not None else [])]
 
 
 def is_parameter(script: Script, node: Expression) -> bool:
-    """Whether a variable may be a parameter, which unknown callers may set."""
+    """Whether a variable may be a parameter, whose value unknown callers may pass."""
     reaching = script.flow.reaching(node)
     return any(
         isinstance(script.parent(definition.node), cst.Param) for definition in reaching
@@ -119,19 +119,20 @@ def is_parameter(script: Script, node: Expression) -> bool:
 
 @ends_at_cycles([])
 def elements(script: Script, node: Expression) -> list[Expression]:
-    """The expressions of a container's elements; of a dict, those of its values.
+    """The elements of a container, or the values of a dict, as expressions.
 
     Returns:
-        The elements of all containers that the node may be; none if one is unknown.
+        The elements of all containers that the node may be; none if a container or
+        one of its elements is unknown.
     """
     match node:
         case cst.List() | cst.Tuple() | cst.Set() | cst.Dict():
             kinds = (cst.Element, cst.DictElement)
-            shown = [
+            parts = [
                 [e.value] if isinstance(e, kinds) else elements(script, e.value)
                 for e in node.elements
             ]
-            return [element for part in shown for element in part] if all(shown) else []
+            return [element for part in parts for element in part] if all(parts) else []
         case cst.ListComp() | cst.SetComp() | cst.GeneratorExp():
             return [node.elt]
         case cst.DictComp():
@@ -140,18 +141,18 @@ def elements(script: Script, node: Expression) -> list[Expression]:
             return elements(script, node.value)
         case cst.Call():
             return _elements_of_call(script, node)
-    inside_all: list[Expression] = []
+    all_elements: list[Expression] = []
     for definition in definitions(script, node):
         if definition.index is not None or not definition.values:
             return []
         for value in definition.values:
-            inside = elements(script, value)
-            is_display = isinstance(value, cst.List | cst.Tuple | cst.Dict)
-            if not inside and not (is_display and not value.elements):
+            new = elements(script, value)
+            is_literal = isinstance(value, cst.List | cst.Tuple | cst.Dict)
+            if not new and not (is_literal and not value.elements):
                 return []
-            inside_all += inside
-        inside_all += _appended(script, definition)
-    return inside_all
+            all_elements += new
+        all_elements += _appended(script, definition)
+    return all_elements
 
 
 def elements_at(
@@ -162,10 +163,9 @@ def elements_at(
     literals = _literals(script, node)
     for literal in literals:
         if isinstance(literal, cst.Dict) and isinstance(index, cst.SimpleString):
-            same = (
-                e for e in dict_pairs(literal) if string_of(e.key) == string_of(index)
-            )
-            items += [pair.value for pair in same]
+            key = string_of(index)
+            pairs = (pair for pair in dict_pairs(literal) if string_of(pair.key) == key)
+            items += [pair.value for pair in pairs]
         elif isinstance(index, cst.Integer):
             items += elements_of(literal)[index.evaluated_value :][:1]
     return items if len(items) == len(literals) and items else elements(script, node)
@@ -184,8 +184,8 @@ def loop_container(script: Script, node: cst.CSTNode) -> tuple[Expression, bool]
     """The container whose elements a loop or a comprehension binds to a name.
 
     Returns:
-        The container, and whether the name gets values of a dict, as `v` in
-        `for k, v in d.items()`.
+        The container, and whether the container is a dict whose values the name gets,
+        like `v` in `for k, v in d.items()`; None for other names.
     """
     for parent in script.parents(node) if isinstance(node, cst.Name) else ():
         loop = parent.for_in if isinstance(parent, cst.BaseComp) else None
@@ -201,14 +201,14 @@ def loop_container(script: Script, node: cst.CSTNode) -> tuple[Expression, bool]
 def _container(
     target: cst.CSTNode, node: cst.CSTNode, iterable: Expression
 ) -> tuple[Expression, bool] | None:
-    """The container that a loop over `iterable` takes the name `node` from."""
+    """The container in `iterable` whose elements a loop binds to `node`."""
     if target.deep_equals(node):
         return iterable, False
     if not isinstance(iterable, cst.Call):
         return None
     parts = elements_of(target)
-    holding = (any(x.deep_equals(node) for x in walk(part)) for part in parts)
-    i = next((i for i, is_there in enumerate(holding) if is_there), -1)
+    has_node = (any(x.deep_equals(node) for x in walk(part)) for part in parts)
+    i = next((i for i, is_in_part in enumerate(has_node) if is_in_part), -1)
     args = [arg.value for arg in iterable.args if not arg.star]
     if is_name(iterable.func, "enumerate") and i == 1 and args:
         return _container(parts[1], node, args[0])
@@ -235,9 +235,9 @@ def _elements_of_call(script: Script, node: cst.Call) -> list[Expression]:
 
 
 def direct_values(script: Script, node: Expression) -> list[Expression]:
-    """The possible values of an expression, one step back: bound or returned values.
+    """The values that a definition binds or a function returns, without further steps.
 
-    After `x += y`, these are `x` and `y`.
+    After `x += y`, the values are `x` and `y`.
     """
     match node:
         case cst.IfExp():
@@ -266,12 +266,12 @@ def direct_values(script: Script, node: Expression) -> list[Expression]:
 
 
 def possible_values(script: Script, node: Expression) -> Iterator[Expression]:
-    """An expression, and all its values, step by step through variables and calls."""
+    """An expression, and all its possible values through variables and calls."""
     return reachable([node], lambda value: direct_values(script, value))
 
 
 def returned_values(script: Script, node: cst.Call) -> Iterator[Expression]:
-    """The values that a call of a function, lambda or method of the script returns."""
+    """The expressions that a call of a function of the script may return."""
     func = node.func
     for value in direct_values(script, func):
         if isinstance(value, cst.Lambda):
@@ -285,14 +285,14 @@ def returned_values(script: Script, node: cst.Call) -> Iterator[Expression]:
 def values_returned_by(
     script: Script, function: cst.FunctionDef
 ) -> Iterator[Expression]:
-    """The values that a function of the script returns."""
+    """The expressions that a function of the script may return."""
     for statement in find(function, cst.Return):
         if script.function_of(statement) is function:
             yield statement.value or cst.Name("None")
 
 
 def _appended(script: Script, definition: Definition) -> Iterator[Expression]:
-    """The expressions that are appended to a container, or assigned to its elements."""
+    """The expressions that code appends to a container, or assigns to its elements."""
     for use in script.flow.uses(definition):
         parent, call = script.parent(use), script.method_call(use)
         if call is not None and attr_of(parent) == "append" and call.args:
