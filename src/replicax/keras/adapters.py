@@ -97,8 +97,8 @@ class DistributedAdapter:
     """A reader of a distributed dataset.
 
     Attributes:
-        iteration: The number of the next iteration; None if all have the order of the
-            first.
+        iteration: The number of the next iteration; None if all iterations have
+            the same order.
         is_local: Whether a batch holds this worker's rows only.
     """
 
@@ -144,7 +144,7 @@ def is_array_adapter(adapter: DataAdapterLike) -> bool:
 
 
 def fixed_number_of_batches(adapter: DataAdapterLike) -> int | None:
-    """The number of batches if the data are sure to have that many; None otherwise."""
+    """The number of batches of arrays; None for data that may end early."""
     return adapter.num_batches if is_array_adapter(adapter) else None
 
 

@@ -43,7 +43,7 @@ _LOSSES = _names("""
     MeanSquaredLogarithmicError Poisson SparseCategoricalCrossentropy
     SparseCategoricalFocalCrossentropy SquaredHinge Tversky
 """)
-"""Keras' losses that are means or sums over rows, if `axis` leaves the rows apart."""
+"""Keras' losses that are means or sums over rows, unless `axis` includes the rows."""
 
 _METRICS = _names("""
     AUC Accuracy BinaryAccuracy BinaryCrossentropy BinaryIoU CategoricalAccuracy
@@ -57,7 +57,7 @@ _METRICS = _names("""
     SparseTopKCategoricalAccuracy SpecificityAtSensitivity SquaredHinge Sum
     TopKCategoricalAccuracy TrueNegatives TruePositives
 """)
-"""Keras' metrics whose states are sums over rows, if `axis` leaves the rows apart."""
+"""Keras' metrics whose states are sums over rows, unless `axis` includes the rows."""
 
 _FUNCTIONS = _names("""
     binary_accuracy binary_crossentropy binary_focal_crossentropy
@@ -71,7 +71,7 @@ _FUNCTIONS = _names("""
     sparse_top_k_categorical_accuracy squared_hinge top_k_categorical_accuracy
     tversky
 """)
-"""Keras' functions that have a value for each row, if `axis` leaves the rows apart."""
+"""Keras' functions that return a value per row, unless `axis` includes the rows."""
 
 _OF_ALL_AXES = (keras.losses.dice, keras.losses.tversky)
 """Functions that combine all rows unless `axis` is set."""
@@ -80,7 +80,7 @@ _OF_ALL_AXES = (keras.losses.dice, keras.losses.tversky)
 def keeps_rows(item: PyTree, outputs: PyTree) -> bool:
     """Whether a compiled loss or metric is a sum or mean over the rows of `outputs`.
 
-    A subclass of a class in the table is not: it may override anything.
+    A subclass of a class in the tables must declare it, since it may override methods.
     """
     fn, options = function_of(item)
     for declared in (keeps_own_rows(item), keeps_own_rows(fn)):
@@ -106,8 +106,8 @@ def _is_of_keras(item: PyTree, names: frozenset[str]) -> bool:
 
 
 def _takes_in_rows(axis: int | Iterable[int] | None, rank: int) -> bool:
-    """Whether an axis of outputs of some rank is that of the rows, the first one."""
-    if axis is None or rank < 2:  # The last one is the first one.
+    """Whether `axis` includes axis 0, the rows, of outputs of this rank."""
+    if axis is None or rank < 2:  # The last axis is the rows.
         return True
     return 0 in {x % rank for x in ([axis] if isinstance(axis, int) else axis)}
 

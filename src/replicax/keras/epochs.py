@@ -1,6 +1,6 @@
 """The batches of `fit`, `evaluate` and `predict`, epoch by epoch, from any position.
 
-Keras' data adapters read the data, in the way in which Keras' own loop uses them.
+Keras' data adapters read the data, as in Keras' own loop.
 
 A data pipeline of Keras has no state that could be saved. A position in it is therefore
 the random state and the number of past epochs at the start of an iteration, and the
@@ -137,7 +137,7 @@ class Epochs:
 
     @property
     def num_batches(self) -> int | None:
-        """Steps of an epoch, where their number is known."""
+        """Number of steps of an epoch, or None if it is unknown."""
         return self.steps_per_epoch or self.length
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class Epochs:
         return placed
 
     def end_early(self) -> None:
-        """The data have ended before the epoch."""
+        """End an epoch whose data ended before its last step."""
         announced = self.steps_per_epoch or self.adapter.num_batches
         if announced:
             _warn_of_end()
@@ -307,7 +307,7 @@ class Epochs:
         )
 
     def go_to(self, position: Position, initial: RandomState) -> None:
-        """Make the next epoch begin at a position, also one of another process.
+        """Make the next epoch begin at a position, perhaps one of another process.
 
         `initial` is the random state at the beginning of the first epoch.
         """

@@ -1,4 +1,4 @@
-"""The one loop of `fit`, `evaluate` and `predict`, for models of a strategy.
+"""The loop of `fit`, `evaluate` and `predict` for models of a strategy.
 
 It does what Keras' own loop does, in the same order, through public names of models and
 callbacks. Variables always have their values of the last completed step: a callback can
@@ -38,7 +38,7 @@ CallbackList: TypeAlias = keras.callbacks.CallbackList
 Callbacks: TypeAlias = (
     keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | CallbackList | None
 )
-"""Callbacks as a user gives them."""
+"""The `callbacks` argument of `fit`, `evaluate` and `predict`."""
 
 
 def fit(
@@ -146,7 +146,7 @@ class _Validation:
     freq: int | Collection[int]
 
     def is_due(self, epoch: int) -> bool:
-        """Whether to evaluate after that epoch, counted from 0."""
+        """Whether to evaluate after `epoch`, counted from 0."""
         if isinstance(self.freq, int):
             return (epoch + 1) % self.freq == 0
         if isinstance(self.freq, list | tuple | set):
@@ -271,7 +271,7 @@ def evaluate(
     return_dict: bool = False,
     **kwargs: PyTree,
 ) -> PyTree:
-    """`model.evaluate` on a strategy's replicas, as Keras has it."""
+    """`model.evaluate` on a strategy's replicas; returns what Keras returns."""
     building.require_compiled(model, "evaluate")
     session = session_of(model)
     data = None
@@ -314,7 +314,7 @@ def predict(
     steps: int | None = None,
     callbacks: Callbacks = None,
 ) -> PyTree:
-    """`model.predict` on a strategy's replicas, as Keras has it."""
+    """`model.predict` on a strategy's replicas; returns what Keras returns."""
     adapter = adapter_of(x, batch_size=batch_size, steps_per_epoch=steps)
     # A `predict_step` of the user's may read targets.
     only_inputs = is_of_keras(model, ["predict_step"])
@@ -427,7 +427,7 @@ def _callback_list(
 
 
 def _results(model: keras.Model, logs: PyTree) -> PyTree:
-    """The metrics' results, where the step's logs are those of the metrics."""
+    """The metrics' results if the step logs just the metrics; else its logs."""
     results = model.get_metrics_result()
     same = isinstance(logs, dict) and set(logs) == set(results)
     return results if same else logs

@@ -26,7 +26,7 @@ def train_on_batch(
     class_weight: Mapping[int, float] | None = None,
     return_dict: bool = False,
 ) -> PyTree:
-    """`model.train_on_batch` on a strategy's replicas, as Keras has it."""
+    """`model.train_on_batch` on a strategy's replicas; returns what Keras returns."""
     building.require_compiled(model, "train_on_batch")
     if class_weight is not None:
         if sample_weight is not None:
@@ -48,14 +48,14 @@ def test_on_batch(
     sample_weight: PyTree = None,
     return_dict: bool = False,
 ) -> PyTree:
-    """`model.test_on_batch` on a strategy's replicas, as Keras has it."""
+    """`model.test_on_batch` on a strategy's replicas; returns what Keras returns."""
     building.require_compiled(model, "test_on_batch")
     logs = _on_batch(model, strategy, "test", (x, y, sample_weight))
     return _batch_logs(model, logs, return_dict)
 
 
 def predict_on_batch(model: keras.Model, strategy: StrategyLike, x: PyTree) -> PyTree:
-    """`model.predict_on_batch` on a strategy's replicas, as Keras has it."""
+    """`model.predict_on_batch` on a strategy's replicas; returns what Keras returns."""
     if not building.is_built(model):
         building.build(model, strategy, "predict", lambda: (x,))
     batch = place((x,), group_of(model, strategy))

@@ -1,4 +1,4 @@
-"""Functions of higher layers that `fit` calls; the modules that own them set them."""
+"""Functions that `fit` calls; modules of higher layers assign them."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from replicax.engine.protocols import StrategyLike
 
 default_strategy: "Callable[[], StrategyLike]"
-"""Returns the strategy that trains a model of no strategy."""
+"""Returns the strategy of a `fit` whose model has none."""
 
 add_callbacks: "Callable[[PyTree], PyTree] | None" = None
-"""Adds callbacks to those of every `fit`, as `replicax run --profile` does."""
+"""Adds callbacks to every `fit`; `replicax run --profile` sets it."""

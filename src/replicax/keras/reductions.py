@@ -52,8 +52,8 @@ def reduce_weighted_values(
 ) -> PyTree:
     """Keras' reduction of per-example losses, divided by the global batch's count.
 
-    (Keras: `keras.src.losses.loss.reduce_weighted_values`, whose scaling for
-    `tf.distribute` this corresponds to.)
+    Corresponds to the `tf.distribute` scaling in Keras'
+    `keras.src.losses.loss.reduce_weighted_values`.
     """
     loss = original(values, sample_weight, mask, reduction, dtype)
     if reduction in (None, "none") or np.shape(values) == (0,):
@@ -80,7 +80,7 @@ def reduce_weighted_values(
 
 
 def _share_of(context: ReplicaContext, count: PyTree) -> PyTree:
-    """A replica's count as a share of that of all replicas."""
+    """The replica's count divided by the sum of all replicas' counts."""
     return ops.divide_no_nan(count, context.sum(count))
 
 
@@ -113,7 +113,7 @@ def init_batch_normalization(
     synchronized: bool = False,
     **kwargs: PyTree,
 ) -> None:
-    """`BatchNormalization.__init__`, which refuses `synchronized=True` on JAX."""
+    """`BatchNormalization.__init__`; Keras' own refuses `synchronized=True` on JAX."""
     original(layer, *args, **kwargs)
     layer.synchronized = synchronized
     if synchronized:
@@ -125,7 +125,7 @@ def _synchronized_moments(
 ) -> PyTree:
     """Mean and variance of features over the global batch."""
     context = current_context()
-    layer.synchronized = False  # `own` is Keras' method, which refuses True.
+    layer.synchronized = False  # Keras' method `own` refuses True.
     try:
         mean, variance = own(inputs, mask)
     finally:

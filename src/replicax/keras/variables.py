@@ -121,7 +121,7 @@ class _StrategyPart(PlacedVariable):
         return _copied(value)
 
     def placed(self, value: PyTree, old: PyTree) -> PyTree:
-        """The value in the variable's sharding, which the old value has."""
+        """The value in the variable's sharding, which `old` has too."""
         # Keras does not move a value whose sharding names the same place otherwise, as
         # on a mesh of one device, and keeps the weak type of a Python number. To JAX
         # these are other types, and it would compile programs again.
@@ -164,14 +164,14 @@ class StrategyVariable(_StrategyPart, keras.Variable):
     """The class of a `keras.Variable` created in a scope."""
 
 
-# Keras derives the names of unnamed variables from it.
+# Keras names unnamed variables after their class.
 StrategyVariable.__name__ = keras.Variable.__name__
 
 _in_scope: dict[type, type] = {keras.Variable: StrategyVariable}
 
 
 def adopt(variable: keras.Variable) -> None:
-    """Make a variable one whose value has the sharding that its strategy sets."""
+    """Change a variable's class so that its value keeps its strategy's sharding."""
     kind = type(variable)
     if not issubclass(kind, _StrategyPart):
         if kind not in _in_scope:
