@@ -128,7 +128,7 @@ def test_crops() -> None:
     crops = [images.random_crop(image, (3, 2, 1), rng) for _ in range(100)]
     assert {crop[0, 0, 0] for crop in crops} == {0, 1, 2, 4, 5, 6, 8, 9, 10}
     assert {crop[2, 1, 0] - crop[0, 0, 0] for crop in crops} == {9}
-    with pytest.raises(ValueError, match=r"\(6, 2, 1\) does not fit .* \(5, 4, 1\)"):
+    with pytest.raises(ValueError, match="high <= 0"):
         images.random_crop(image, (6, 2, 1), rng)
 
 

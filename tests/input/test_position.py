@@ -79,6 +79,6 @@ def test_a_state_of_something_else_is_refused() -> None:
         np.arange(4), batch_size=2
     )
     iterator = iter(data)
-    with pytest.raises(ValueError, match=r"num_batches.*got \{'next_index': 3\}"):
+    with pytest.raises(KeyError, match="num_batches"):
         iterator.set_state({"next_index": 3})
     iterator.close()

@@ -139,11 +139,6 @@ def test_empty_batch(policy):
         split_global_batch(np.zeros((0, 3)), 2, policy)
 
 
-def test_number_of_replicas_must_be_positive():
-    with pytest.raises(ValueError, match="num_replicas=0"):
-        split_global_batch(np.zeros(4), 0)
-
-
 @given(size=st.integers(1, 6), num_replicas=REPLICAS, data=st.data())
 def test_stacking_under_pad_keeps_all_rows(size, num_replicas, data):
     num_batches = data.draw(st.integers(1, num_replicas))

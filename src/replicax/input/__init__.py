@@ -1,12 +1,11 @@
 """Input: shards global batches over replicas, and prefetches them to the devices.
 
-By default all workers read the same batches and each takes its rows, so the order of
-examples does not depend on the number of workers. Workers compare checksums of their
-first batches. Unless the number of batches is certain, they exchange the sizes of four
-batches at a time, so that an epoch ends at the same step everywhere. A thread reads the
-dataset, splits each batch and places it; on CPUs host arrays go straight into the
-program. The position in a dataset, an iteration and a number of batches, can be saved
-and resumed.
+By default all workers read the same batches and each worker trains on its rows, so the
+order of examples does not depend on the number of workers. Workers compare checksums of
+their first batches. Unless the number of batches is certain, they exchange the sizes of
+four batches at a time, so that an epoch ends at the same step on all workers. A thread
+reads the dataset, splits each batch and places it on the devices. Checkpoints can save
+and restore the position in a dataset: an iteration and a number of batches.
 """
 
 from replicax.input import images

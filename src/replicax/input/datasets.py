@@ -1,4 +1,4 @@
-"""The methods of strategies that make distributed datasets."""
+"""The methods of strategies that create distributed datasets."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,7 +23,7 @@ __all__ = ["DatasetMaker"]
 
 
 class DatasetMaker(ABC):
-    """Base class of strategies that makes their distributed datasets.
+    """Base class of strategies with the methods that create distributed datasets.
 
     Attributes:
         input_shard: This worker's shard of the input.
@@ -34,16 +34,16 @@ class DatasetMaker(ABC):
     @property
     @abstractmethod
     def group(self) -> ReplicaGroup:
-        """The replicas, for programs."""
+        """The replicas that the strategy's programs run on."""
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas; the global batch is this many times a replica's."""
+        """Number of replicas `R`; a global batch has `R` times a replica's examples."""
         return self.group.num_replicas
 
     @property
     def input_context(self) -> InputContext:
-        """The context for a function that makes this worker's input."""
+        """The context for a function that returns this worker's dataset."""
         return InputContext(
             num_input_pipelines=self.input_shard.num_workers,
             input_pipeline_id=self.input_shard.worker,
@@ -64,21 +64,21 @@ class DatasetMaker(ABC):
         Args:
             dataset: Yields **global** batches, pytrees of arrays `[B, ...]`: a Grain
                 dataset, `keras.utils.PyDataset`, `tf.data.Dataset`, torch `DataLoader`,
-                or any iterable. An array, or a tuple or dict of arrays, is cut into
-                batches of `batch_size`.
-            remainder: The policy for a batch whose size the replicas do not divide:
-                `"keep"` all of it, on the largest number of replicas that share it
-                equally; `"drop"` its last examples (logged), as workers do who have
-                data of their own; `"pad"` it and yield `(batch, mask)` for every batch;
-                or raise an `"error"`.
+                or any iterable. Arrays, also in a tuple or dict, are split into batches
+                of `batch_size`.
+            remainder: The policy for a batch whose examples the replicas cannot share
+                equally: `"keep"` the batch, on the largest number of replicas that can
+                (several workers that read different data drop instead); `"drop"` its
+                last examples, and log this; `"pad"` it, and yield `(batch, mask)` for
+                every batch; raise an `"error"`.
             batch_size: Global batch size for arrays.
             prefetch: Number of batches placed on the devices ahead of the step.
             auto_shard_policy: How several workers shard the dataset. By default all
-                read the same batches, and each takes its rows.
+                read the same batches, and each worker trains on its rows.
 
         Returns:
-            An iterable of batches with `PerReplica` leaves, for `run`; `fit`,
-            `evaluate` and `predict` take it too.
+            An iterable of batches with `PerReplica` leaves, for `run`, `fit`,
+            `evaluate` and `predict`.
         """
         return DistributedDataset(
             dataset,
@@ -98,13 +98,13 @@ class DatasetMaker(ABC):
         remainder: str = "keep",
         prefetch: int = 2,
     ) -> DistributedDatasetFromFunction:
-        """Make a distributed dataset from a function of per-replica batches.
+        """Make a distributed dataset from a function that returns per-replica batches.
 
         Args:
             dataset_fn: Gets an `InputContext` and returns a dataset whose batches are
-                **per-replica**; one step takes as many of them as there are replicas.
-            remainder: As in `experimental_distribute_dataset`, for a last step with
-                fewer batches than replicas.
+                **per-replica**; a step uses one batch for each replica.
+            remainder: See `experimental_distribute_dataset`; for a last step with fewer
+                batches than replicas.
             prefetch: Number of steps placed on the devices ahead.
         """
         return DistributedDatasetFromFunction(
@@ -129,5 +129,5 @@ class DatasetMaker(ABC):
     def make_experimental_numpy_dataset(
         self, numpy_input: PyTree
     ) -> "grain.MapDataset[PyTree]":
-        """Call `experimental_make_numpy_dataset`; tf.distribute's guide writes this."""
+        """Call `experimental_make_numpy_dataset`: the name in TensorFlow's guide."""
         return self.experimental_make_numpy_dataset(numpy_input)

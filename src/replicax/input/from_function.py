@@ -1,4 +1,4 @@
-"""Distributed datasets from a function that makes per-replica batches."""
+"""Distributed datasets from a function that returns per-replica batches."""
 
 import dataclasses
 import itertools
@@ -21,16 +21,16 @@ __all__ = ["DistributedDatasetFromFunction", "own_copies"]
 
 
 class DistributedDatasetFromFunction(DistributedInput):
-    """A dataset from a function that makes per-replica batches.
+    """A dataset from a function that returns per-replica batches.
 
     Every epoch calls `fn(context)`. A step consists of `R` consecutive batches of the
-    resulting dataset; the first one is replica 0's. Elements have the form of
-    `DistributedDataset`'s. (TF: `strategy.distribute_datasets_from_function`.)
+    returned dataset, the first for replica 0. Elements have the same form as in
+    `DistributedDataset`. (TF: `strategy.distribute_datasets_from_function`.)
 
     Raises:
         ValueError: For bad options; while iterating, if batches of one step differ in
             shape, or if the epoch has fewer batches than replicas.
-        TypeError: While iterating, for leaves that are no arrays of numbers.
+        TypeError: While iterating, for leaves that are not arrays of numbers.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -58,10 +58,11 @@ class DistributedDatasetFromFunction(DistributedInput):
         """Make a dataset; only strategies do, by `distribute_datasets_from_function`.
 
         Args:
-            fn: `dataset_fn`; `replicax.input.batches` accepts what it returns.
+            fn: `dataset_fn`; returns a dataset that `replicax.input.batches` accepts.
             mesh: Mesh with an axis `"replica"`.
             context: The argument of `fn`.
-            remainder: As there; several workers drop what `"keep"` keeps in one.
+            remainder: See there; with several workers, `"keep"` drops an incomplete
+                step.
             prefetch: Number of steps to prefetch; 0 uses no thread.
             input_shard: This worker's shard; None: there is one worker.
             num_replicas: `R`; None: one on each device along the axis.
@@ -72,7 +73,7 @@ class DistributedDatasetFromFunction(DistributedInput):
 
     @property
     def is_local(self) -> bool:
-        """Whether there are several workers: each calls the function by itself."""
+        """Whether there are several workers: each worker calls the function itself."""
         return self._shard.count > 1
 
     def _splits(self, iteration: int, name: str, shard: InputShard) -> Generator[Split]:
@@ -108,10 +109,9 @@ class DistributedDatasetFromFunction(DistributedInput):
 
 
 def own_copies(source: Iterable[PyTree], number: int) -> list[PyTree]:
-    """Take at most `number` batches from a source.
+    """Read at most `number` batches; copy each of several batches.
 
-    A dataset may fill the same buffers with its next batch, so with several batches
-    each is copied before the next one is read.
+    A dataset may overwrite the buffers of a batch with the next batch.
     """
     group = itertools.islice(source, number)
     if number == 1:

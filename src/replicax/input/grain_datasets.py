@@ -1,8 +1,8 @@
 """Grain datasets of arrays in memory, and reshuffling of Grain datasets.
 
-Grain's `shuffle(seed)` has a different order for each epoch, `seed + epoch`, but only
-`repeat` produces the later epochs: iterating a dataset again starts with the first. So
-iteration `n` here reads epoch `n` of the repeated dataset.
+Grain's `shuffle(seed)` has a different order for each epoch, from `seed + epoch`, but
+only `repeat` reaches the later epochs: a second `iter(dataset)` reads the first epoch
+again. Therefore replicax reads epoch `n` of the repeated dataset in iteration `n`.
 """
 
 import sys
@@ -15,8 +15,7 @@ import numpy as np
 
 from replicax._private import grain as private
 from replicax._util.types import PyTree
-from replicax.engine.composites import described
-from replicax.input.sparse_rows import by_rows, is_one_array
+from replicax.input.sparse_rows import by_rows
 from replicax.input.split import leading_size
 
 if TYPE_CHECKING:
@@ -34,51 +33,52 @@ __all__ = [
 ]
 
 ENDLESS = 2**40
-"""Length that marks an infinite dataset.
+"""Minimal length of an infinite dataset.
 
-Grain's infinite datasets have a length near `sys.maxsize`, divided by the batch size.
+The length in Grain is about `sys.maxsize`, divided by the batch size.
 """
 
 T = TypeVar("T")
 
 _RANDOM = ("Shuffle", "Random")
+"""Parts of the names of Grain's classes that draw random numbers."""
 
 
 def reshuffled(dataset: object, iteration: int) -> object:
-    """Return a dataset whose order and random numbers are those of a later iteration.
+    """Return a Grain dataset with the order and random numbers of an iteration.
 
-    They depend only on the dataset's seeds and on the iteration, so they are the
-    same in all processes, and after a restart. Datasets other than a `grain.MapDataset`
-    or an `IterDataset` over one are returned unchanged.
+    Both depend only on the dataset's seeds and on the iteration, so they are the same
+    in all processes and after a restart. Other datasets are returned unchanged.
     """
     if iteration == 0 or not is_grain_dataset(dataset):
         return dataset
     if is_map_dataset(dataset):
-        return _later(dataset, iteration) if _is_random(dataset) else dataset
+        is_random = any(map(_draws_numbers, _ancestors(dataset)))
+        return _epoch_of(dataset, iteration) if is_random else dataset
     parents = private.parents_of(dataset)
-    later = tuple(reshuffled(parent, iteration) for parent in parents)
-    if any(a is not b for a, b in zip(later, parents, strict=True)):
-        dataset = private.made_from(dataset, later)
-    if (first := private.seed_of(dataset)) is not None:
-        # Grain numbers a stream's examples from 0 in each iteration, with one seed.
-        (seed,) = np.random.SeedSequence((first, iteration)).generate_state(1)
-        dataset = private.reseeded(dataset, int(seed))
+    reshuffled_parents = tuple(reshuffled(parent, iteration) for parent in parents)
+    if any(a is not b for a, b in zip(reshuffled_parents, parents, strict=True)):
+        dataset = private.with_parents(dataset, reshuffled_parents)
+    if (seed := private.seed_of(dataset)) is not None:
+        # Grain's `random_map` of a stream draws the same numbers in each iteration.
+        (new_seed,) = np.random.SeedSequence((seed, iteration)).generate_state(1)
+        dataset = private.with_seed(dataset, int(new_seed))
     return dataset
 
 
 def next_epoch(dataset: T) -> T:
-    """Return the next epoch of a Grain dataset: each call shuffles it anew.
+    """Return the next epoch of a Grain dataset: each call shuffles the dataset anew.
 
-    `for batch in dataset` reads a Grain dataset in the order of its first epoch each
-    time; `fit` and strategies do not. Datasets made from one shuffled dataset count
-    their epochs together, so that `next_epoch(dataset[:n])` advances, too.
+    Each `for batch in dataset` reads the first epoch of a Grain dataset again, unlike
+    `fit` and strategies. Datasets derived from one shuffled dataset share its count of
+    epochs, so `next_epoch(dataset[:n])` advances, too.
 
     Args:
         dataset: A dataset of Grain. Others are returned unchanged.
 
     Returns:
-        The dataset with the order and the random numbers of another epoch, which is
-        the first one for the first call.
+        The dataset with the order and the random numbers of its next epoch; the first
+        call returns the first epoch.
 
     Example:
         >>> dataset = numpy_dataset(np.arange(6)).shuffle(seed=0)
@@ -88,30 +88,30 @@ def next_epoch(dataset: T) -> T:
     """
     if not is_grain_dataset(dataset):
         return dataset
-    shuffled = [x for x in _origins(dataset) if _draws(x)]
-    iteration = max((_EPOCHS.get(x, 0) for x in shuffled), default=0)
-    for origin in shuffled:
-        _EPOCHS[origin] = iteration + 1
+    random_datasets = [x for x in _ancestors(dataset) if _draws_numbers(x)]
+    iteration = max((_num_epochs.get(x, 0) for x in random_datasets), default=0)
+    for random_dataset in random_datasets:
+        _num_epochs[random_dataset] = iteration + 1
     return cast("T", reshuffled(dataset, iteration))
 
 
-_EPOCHS: MutableMapping[object, int] = weakref.WeakKeyDictionary()
-"""Number of epochs begun, for datasets that draw random numbers."""
+_num_epochs: MutableMapping[object, int] = weakref.WeakKeyDictionary()
+"""Number of calls of `next_epoch`, for each dataset that draws random numbers."""
 
 
-def _origins(dataset: object) -> Iterator[object]:
-    """Yield a Grain dataset, and all datasets that it is made from."""
+def _ancestors(dataset: object) -> Iterator[object]:
+    """Yield a Grain dataset, its parents, their parents and so on."""
     yield dataset
     for parent in private.parents_of(dataset):
-        yield from _origins(parent)
+        yield from _ancestors(parent)
 
 
-def _draws(dataset: object) -> bool:
+def _draws_numbers(dataset: object) -> bool:
     return any(word in type(dataset).__name__ for word in _RANDOM)
 
 
 def is_grain_dataset(value: object) -> bool:
-    """Whether a value is a dataset of Grain's, without importing Grain."""
+    """Whether a value is a Grain dataset, without importing Grain."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(value, grain.MapDataset | grain.IterDataset)
 
@@ -122,58 +122,38 @@ def is_map_dataset(value: object) -> "TypeGuard[grain.MapDataset[PyTree]]":
     return grain is not None and isinstance(value, grain.MapDataset)
 
 
-def _later(dataset: "grain.MapDataset[T]", iteration: int) -> "grain.MapDataset[T]":
+def _epoch_of(dataset: "grain.MapDataset[T]", epoch: int) -> "grain.MapDataset[T]":
     length = len(dataset)
     if length < ENDLESS:
-        return dataset.repeat()[iteration * length : (iteration + 1) * length]
-    # Infinite: skip as many elements as the finite dataset in it has in those epochs.
-    finite = (len(x) for x in _ancestors(dataset) if len(x) < ENDLESS)
-    return dataset[iteration * next(finite, 0) :]
-
-
-def _is_random(dataset: "grain.MapDataset[T]") -> bool:
-    return any(_draws(x) for x in _ancestors(dataset))
-
-
-def _ancestors(dataset: "grain.MapDataset[T]") -> Iterator["grain.MapDataset[T]"]:
-    """Yield a dataset and all datasets that it is made from."""
-    yield dataset
-    for parent in dataset.parents:
-        yield from _ancestors(parent)
+        return dataset.repeat()[epoch * length : (epoch + 1) * length]
+    # An infinite dataset repeats a finite one: skip `epoch` repetitions.
+    ancestors: Iterator[Any] = _ancestors(dataset)
+    lengths = (len(x) for x in ancestors if len(x) < ENDLESS)
+    return dataset[epoch * next(lengths, 0) :]
 
 
 def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
     """Make a Grain dataset whose elements are the rows of `arrays`.
 
-    The dataset can be shuffled, mapped, batched and repeated like any other:
-    `numpy_dataset((x, y)).shuffle(seed=0).batch(64)`.
+    Grain's methods apply: `numpy_dataset((x, y)).shuffle(seed=0).batch(64)`.
 
     Args:
         arrays: Pytree of `[N, ...]` NumPy arrays, such as `(x, y)`, which are not
-            copied; of arrays of JAX, which become NumPy's; of data frames and series
-            of pandas; or of lists of Python's numbers and strings, which become
-            arrays, numbers with 32 bits.
+            copied. JAX arrays, data frames and series of pandas, and lists of numbers
+            or strings become NumPy arrays; numbers of lists have 32 bits.
 
     Returns:
         A `grain.MapDataset` of `N` elements, pytrees of `[...]` arrays.
 
     Raises:
-        ValueError: If the arrays differ in dimension 0, or if there is none.
-        TypeError: For sparse and other composite arrays.
+        ValueError: If the arrays differ in dimension 0, or if there is no array.
+        TypeError: For composite arrays; at the first read for sparse arrays.
 
     Example:
         >>> rows = numpy_dataset((np.arange(4), np.arange(4) ** 2))
         >>> len(rows), [int(part) for part in rows[3]]
         (4, [3, 9])
     """
-    for leaf in jax.tree.leaves(arrays, is_leaf=is_one_array):
-        if is_one_array(leaf):
-            raise TypeError(
-                f"numpy_dataset: {described(leaf)} cannot be put together again from "
-                "single examples. Pass the arrays with batch_size=... to "
-                "strategy.experimental_distribute_dataset or to fit, which cut batches "
-                "of them."
-            )
     import grain  # A late import: it takes long.
 
     arrays = by_rows(jax.tree.map(_as_array, arrays, is_leaf=_is_list))
@@ -181,28 +161,28 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
 
 
 def _is_list(value: object) -> bool:
-    """Whether a value is a list of Python's numbers or strings."""
+    """Whether a value is a list of Python numbers or strings."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(x, int | float | str) for x in value)
 
 
 def _as_array(values: Any) -> Any:
-    """Convert a list to an array, with TensorFlow's dtypes for numbers.
+    """Convert a list to an array with TensorFlow's dtypes, and a JAX array to NumPy's.
 
-    JAX arrays become NumPy arrays: each row of a JAX array would run a program.
+    Each indexing of a JAX array would run a program.
     """
     if isinstance(values, jax.Array):
         return np.asarray(values)
     if not isinstance(values, list):
         return values
     array = np.asarray(values)
-    small = {"f": "float32", "i": "int32"}.get(array.dtype.kind)
-    return array.astype(small) if small else array
+    dtype = {"f": "float32", "i": "int32"}.get(array.dtype.kind)
+    return array.astype(dtype) if dtype else array
 
 
 class _Rows:
-    """Grain's random-access data source. Its `repr` goes into Grain's checkpoints."""
+    """A random-access source for Grain, whose checkpoints contain its `repr`."""
 
     def __init__(self, arrays: PyTree, num_rows: int) -> None:
         self._arrays = arrays
@@ -223,21 +203,21 @@ def class_weighted(
     dataset: "grain.MapDataset[PyTree] | grain.IterDataset[PyTree]",
     class_weight: Mapping[int, float],
 ) -> "grain.MapDataset[PyTree] | grain.IterDataset[PyTree]":
-    """Make a Grain dataset of batches that have a weight for each label's class.
+    """Add sample weights by class to the batches of a Grain dataset.
 
-    Keras takes no `class_weight=` for Grain's datasets: `model.fit(class_weighted(
-    dataset, {0: 1.0, 1: 3.0}))` trains as it does for arrays.
+    Keras rejects `class_weight=` for Grain datasets. `model.fit(class_weighted(dataset,
+    {0: 1.0, 1: 3.0}))` trains as `fit` with `class_weight` does on arrays.
 
     Args:
-        dataset: Its batches are `(x, y)`, or `(x, y, sample_weight)`. `y` are numbers
-            of classes, `[N]` or `[N, 1]`, or one row of classes for each example.
+        dataset: A dataset of batches `(x, y)` or `(x, y, sample_weight)`. The labels
+            `y` are class numbers, `[N]` or `[N, 1]`, or one-hot rows.
         class_weight: The weight of each class.
 
     Returns:
         The dataset, with batches `(x, y, sample_weight)`.
 
     Raises:
-        ValueError: While it is read, if a class has no weight.
+        KeyError: While the dataset is read, if a class has no weight.
 
     Example:
         >>> batches = numpy_dataset((np.zeros((3, 2)), np.array([0, 1, 1]))).batch(3)
@@ -252,14 +232,9 @@ def class_weighted(
         if classes.ndim > 1:
             is_column = classes.shape[-1] == 1
             classes = classes[..., 0] if is_column else classes.argmax(-1)
-        names, places = np.unique(classes.astype("int64"), return_inverse=True)
-        if missing := set(names.tolist()) - set(class_weight):
-            raise ValueError(
-                f"class_weighted: class {min(missing)} has no weight; got class_weight="
-                f"{dict(class_weight)!r}. Give every class of the labels one."
-            )
-        by_class = np.array([class_weight[name] for name in names.tolist()], "float32")
-        by_row = by_class[places.reshape(classes.shape)]
+        present, indices = np.unique(classes.astype("int64"), return_inverse=True)
+        by_class = np.array([class_weight[i] for i in present.tolist()], "float32")
+        by_row = by_class[indices.reshape(classes.shape)]
         return x, y, by_row * weights[0] if weights else by_row
 
     return dataset.map(weighted)
@@ -270,13 +245,12 @@ def windows(
 ) -> "grain.MapDataset[PyTree]":
     """Make a Grain dataset of sliding windows: stacks of neighbouring examples.
 
-    Window `i` has the examples from `i * shift` on. The last window is the last one
-    that has all its examples.
+    Window `i` starts at example `i * shift`. Incomplete windows are dropped.
 
     Args:
         dataset: The examples, such as the values of a time series.
-        size: The number of examples of a window.
-        shift: The number of examples from the start of a window to that of the next.
+        size: Number of examples in a window.
+        shift: Number of examples between the starts of neighbouring windows.
 
     Returns:
         A dataset of arrays `[size, ...]`, in the structure of the examples.
@@ -290,8 +264,8 @@ def windows(
     """
     if not 1 <= size <= len(dataset) or shift < 1:
         raise ValueError(
-            f"windows: size={size} and shift={shift} fit no dataset of {len(dataset)} "
-            "examples. Give a size of 1 to that number, and a shift of at least 1."
+            f"windows: got size={size} and shift={shift} for {len(dataset)} examples; "
+            f"expected a size of 1 to {len(dataset)}, and a shift of at least 1."
         )
     import grain  # A late import: it takes long.
 

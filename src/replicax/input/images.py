@@ -1,9 +1,9 @@
-"""Changes of images in input pipelines, as `tf.image` has them: NumPy functions.
+"""NumPy functions that edit images in input pipelines, after `tf.image`.
 
-Images are `[..., H, W, C]`, with three channels for colours. Floats lie in 0..1;
-integers from 0 to the largest one of their dtype, and results have the image's dtype.
-Random functions take `rng`, the generator that Grain's `random_map` makes for each
-example: an example's numbers depend on the seed, its position and the epoch only.
+Images are `[..., H, W, C]`, with three channels for colours. Floats range from 0 to 1,
+integers from 0 to the maximum of their dtype. Results have the image's dtype.
+Random functions take `rng`: Grain's `random_map` makes a generator for each example,
+from the dataset's seed, the example's position and the epoch.
 """
 
 from typing import TypeAlias
@@ -41,14 +41,13 @@ def convert_image_dtype(
 ) -> _Image:
     """Convert an image to another dtype, and scale its values to that dtype's range.
 
-    With `saturate`, values out of the range become the nearest one in it; without it,
-    integers overflow.
+    With `saturate`, values out of range are clipped; otherwise integers overflow.
 
     Example:
         >>> convert_image_dtype(np.array([0, 51, 255], "uint8"), "uint16")
         array([    0, 13056, 65280], dtype=uint16)
     """
-    image, dtype = np.asarray(image), jnp.dtype(dtype)  # It knows bfloat16.
+    image, dtype = np.asarray(image), jnp.dtype(dtype)  # Accepts bfloat16.
     if image.dtype == dtype:
         return image
     if _has_floats(image.dtype):
@@ -82,8 +81,8 @@ def _as_float(image: _Image) -> _Image:
     return image if _has_floats(image.dtype) else convert_image_dtype(image, "float32")
 
 
-def _as_before(changed: _Image, image: _Image) -> _Image:
-    return convert_image_dtype(changed, np.asarray(image).dtype, saturate=True)
+def _with_dtype_of(values: _Image, image: _Image) -> _Image:
+    return convert_image_dtype(values, np.asarray(image).dtype, saturate=True)
 
 
 def adjust_brightness(image: _Image, delta: float) -> _Image:
@@ -93,11 +92,11 @@ def adjust_brightness(image: _Image, delta: float) -> _Image:
         >>> adjust_brightness(np.full((1, 1, 1), 100, "uint8"), 0.2).item()
         151
     """
-    return _as_before(_as_float(image) + np.float32(delta), image)
+    return _with_dtype_of(_as_float(image) + np.float32(delta), image)
 
 
 def adjust_contrast(image: _Image, contrast_factor: float) -> _Image:
-    """Multiply the distances from the mean of each channel.
+    """Multiply each value's distance from its channel's mean.
 
     Example:
         >>> row = np.array([[[0.25], [0.75]]], "float32")
@@ -106,7 +105,7 @@ def adjust_contrast(image: _Image, contrast_factor: float) -> _Image:
     """
     values = _as_float(image)
     mean = values.mean(axis=(_HEIGHT, _WIDTH), keepdims=True)
-    return _as_before((values - mean) * np.float32(contrast_factor) + mean, image)
+    return _with_dtype_of((values - mean) * np.float32(contrast_factor) + mean, image)
 
 
 def adjust_saturation(image: _Image, saturation_factor: float) -> _Image:
@@ -120,16 +119,16 @@ def adjust_saturation(image: _Image, saturation_factor: float) -> _Image:
     values = _as_float(image)
     value = values.max(axis=_CHANNEL, keepdims=True)
     chroma = value - values.min(axis=_CHANNEL, keepdims=True)
-    # The saturation, chroma / value, is at most 1; as in TensorFlow it is 0 where no
-    # channel is positive.
+    # The saturation, chroma / value, must stay at most 1. As in TensorFlow, it is 0
+    # where no channel is positive.
     positive = np.maximum(value, 0)
-    most = np.divide(positive, chroma, out=np.ones_like(value), where=chroma > 0)
-    factor = np.minimum(np.float32(max(saturation_factor, 0)), most)
-    return _as_before(value - (value - values) * factor, image)
+    max_factor = np.divide(positive, chroma, out=np.ones_like(value), where=chroma > 0)
+    factor = np.minimum(np.float32(max(saturation_factor, 0)), max_factor)
+    return _with_dtype_of(value - (value - values) * factor, image)
 
 
 def adjust_hue(image: _Image, delta: float) -> _Image:
-    """Move the hue of an RGB image, as in HSV, by a fraction of the circle.
+    """Rotate the hue of an RGB image, as in HSV, by a fraction of the colour circle.
 
     Example:
         >>> red = np.array([[[255, 0, 0]]], "uint8")
@@ -141,17 +140,17 @@ def adjust_hue(image: _Image, delta: float) -> _Image:
     chroma = value - values.min(axis=_CHANNEL, keepdims=True)
     scaled = np.divide(values, chroma, out=np.zeros_like(values), where=chroma > 0)
     red, green, blue = np.split(scaled, 3, axis=_CHANNEL)
-    # In sixths of the circle: 0 is red, 2 green, 4 blue.
+    # The hue in sixths of the circle: 0 is red, 2 green, 4 blue.
     is_red, is_green = values[..., :1] == value, values[..., 1:2] == value
     hue = np.where(is_green, blue - red + 2, red - green + 4)
     hue = np.where(is_red, green - blue, hue) + np.float32(6 * delta)
     distance = (np.array([5, 3, 1], values.dtype) + hue) % 6
     weight = np.clip(np.minimum(distance, 4 - distance), 0, 1)
-    return _as_before(value - chroma * weight, image)
+    return _with_dtype_of(value - chroma * weight, image)
 
 
 def per_image_standardization(image: _Image) -> _Image:
-    """Scale each image to mean 0 and variance 1, in float32; a constant one to 0.
+    """Scale each image to mean 0 and variance 1 in float32; constant images to 0.
 
     Example:
         >>> per_image_standardization(np.array([[[0], [2]]])).ravel().tolist()
@@ -159,9 +158,9 @@ def per_image_standardization(image: _Image) -> _Image:
     """
     values = np.asarray(image).astype("float32")
     axes = (_HEIGHT, _WIDTH, _CHANNEL)
-    number = np.prod([values.shape[axis] for axis in axes])
-    least = np.float32(1 / np.sqrt(number))
-    deviation = np.maximum(values.std(axis=axes, keepdims=True), least)
+    size = np.prod([values.shape[axis] for axis in axes])
+    min_deviation = np.float32(1 / np.sqrt(size))
+    deviation = np.maximum(values.std(axis=axes, keepdims=True), min_deviation)
     return (values - values.mean(axis=axes, keepdims=True)) / deviation
 
 
@@ -179,7 +178,7 @@ def rgb_to_grayscale(image: _Image) -> _Image:
 
 
 def central_crop(image: _Image, fraction: float) -> _Image:
-    """Keep the middle: a fraction, from above 0 to 1, of the height and the width.
+    """Crop to the centre: `fraction`, above 0 and at most 1, of height and width.
 
     Example:
         >>> central_crop(np.zeros((8, 6, 3)), 0.5).shape
@@ -193,7 +192,7 @@ def central_crop(image: _Image, fraction: float) -> _Image:
 
 
 def resize_with_crop_or_pad(image: _Image, height: int, width: int) -> _Image:
-    """Crop an image around its middle, or pad it with 0, on each axis.
+    """Crop an image to its centre, or pad it with 0 around it, on each axis.
 
     Example:
         >>> resize_with_crop_or_pad(np.ones((1, 4, 1)), 3, 2)[..., 0]
@@ -208,9 +207,9 @@ def resize_with_crop_or_pad(image: _Image, height: int, width: int) -> _Image:
             start = (image.shape[axis] - size) // 2
             image = np.take(image, range(start, start + size), axis=axis)
         else:
-            margins = [(0, 0)] * image.ndim
-            margins[axis] = (before, size - image.shape[axis] - before)
-            image = np.pad(image, margins)
+            padding = [(0, 0)] * image.ndim
+            padding[axis] = (before, size - image.shape[axis] - before)
+            image = np.pad(image, padding)
     return image
 
 
@@ -281,21 +280,21 @@ def random_flip_left_right(image: _Image, rng: np.random.Generator) -> _Image:
         >>> [random_flip_left_right(row, rng).ravel().tolist() for _ in range(2)]
         [[1, 2], [2, 1]]
     """
-    return _flipped(image, _WIDTH, rng)
+    return _random_flip(image, _WIDTH, rng)
 
 
 def random_flip_up_down(image: _Image, rng: np.random.Generator) -> _Image:
-    """Turn each image upside down with probability 0.5.
+    """Flip each image upside down with probability 0.5.
 
     Example:
         >>> column, rng = np.array([[[1]], [[2]]]), np.random.default_rng(0)
         >>> [random_flip_up_down(column, rng).ravel().tolist() for _ in range(2)]
         [[1, 2], [2, 1]]
     """
-    return _flipped(image, _HEIGHT, rng)
+    return _random_flip(image, _HEIGHT, rng)
 
 
-def _flipped(image: _Image, axis: int, rng: np.random.Generator) -> _Image:
+def _random_flip(image: _Image, axis: int, rng: np.random.Generator) -> _Image:
     image = np.asarray(image)
     is_flipped = np.asarray(rng.random(image.shape[:_HEIGHT]) < 0.5)
     return np.where(is_flipped[..., None, None, None], np.flip(image, axis=axis), image)
@@ -304,20 +303,15 @@ def _flipped(image: _Image, axis: int, rng: np.random.Generator) -> _Image:
 def random_crop(
     image: _Image, size: tuple[int, ...], rng: np.random.Generator
 ) -> _Image:
-    """Crop a part of an image, or of any array, of shape `size` at a random place.
+    """Crop an image, or any array, to the shape `size` at a random position.
 
     Example:
         >>> random_crop(np.zeros((8, 8, 3)), (6, 6, 3), np.random.default_rng(0)).shape
         (6, 6, 3)
     """
     image = np.asarray(image)
-    pairs = list(zip(image.shape, map(int, size), strict=True))
-    if any(n > m for m, n in pairs):
-        raise ValueError(
-            f"size={tuple(size)} does not fit into an image of shape {image.shape}: "
-            "pass one number for each axis, at most as large as the image's."
-        )
-    starts = [rng.integers(0, m - n + 1) for m, n in pairs]
-    return image[
-        tuple(slice(i, i + n) for i, (_, n) in zip(starts, pairs, strict=True))
-    ]
+    crops = []
+    for old, new in zip(image.shape, map(int, size), strict=True):
+        start = rng.integers(0, old - new + 1)
+        crops.append(slice(start, start + new))
+    return image[tuple(crops)]

@@ -1,4 +1,4 @@
-"""Prefetching iterators, and epoch iterators whose position can be saved."""
+"""Iterators that prefetch, and the iterator of an epoch, which saves its position."""
 
 import atexit
 import contextlib
@@ -32,7 +32,7 @@ S = TypeVar("S")
 
 
 def _has_x64() -> bool:
-    """Whether JAX has integers of 64 bits in this thread: each thread has its own."""
+    """Whether this thread has enabled JAX's 64-bit types; threads may differ."""
     return jax.dtypes.canonicalize_dtype("int64") == "int64"
 
 
@@ -44,20 +44,19 @@ class _End:
 
 
 class Producer(threading.Thread, Generic[T]):
-    """The producer thread of a prefetched stream. It never keeps the consumer alive.
+    """The producer thread of a prefetched stream; it does not keep the consumer alive.
 
     Both queues are `SimpleQueue`s, whose `put` is reentrant: the garbage collector can
-    call `stop` at any point of any thread, where taking a lock or a condition could
-    deadlock.
+    call `stop` at any point of any thread, where acquiring a lock could deadlock.
 
     Attributes:
-        items: The items produced, in order, then one `_End`.
+        items: The produced items, in order, then one `_End`.
         slots: One token for each item that may still be produced (back-pressure).
         stopped: Whether the consumer has stopped.
     """
 
     LOOK_SECONDS: ClassVar = 5.0
-    """How often a thread that waits looks whether the consumer is still there."""
+    """Interval at which a waiting thread checks that the consumer still exists."""
 
     def __init__(
         self, consumer: object, make_iterator: Callable[[], Iterable[T]], depth: int
@@ -82,31 +81,31 @@ class Producer(threading.Thread, Generic[T]):
         end = _End()
         try:
             make_iterator = self._make_iterator
-            # This object may outlive the stream, and must not keep the source alive.
+            # This thread object may outlive the stream: it must not keep the source.
             del self._make_iterator
             with jax.enable_x64(self._has_x64):
                 self._produce(iter(make_iterator()))
         except StopIteration as error:
-            # Raised by `__next__` it would end the stream as if nothing had happened.
+            # If `__next__` raised this error, the stream would end without an error.
             end.error = RuntimeError("prefetch: make_iterator() raised StopIteration")
             end.error.__cause__ = error
         except BaseException as error:  # noqa: BLE001 - the consumer raises it
             end.error = error
         if self.stopped:
-            # Items that nobody will take must not occupy the devices.
+            # The consumer will not read these items: free their device memory.
             with contextlib.suppress(queue.Empty):
                 while True:
                     self.items.get_nowait()
         self.items.put(end)
-        del end  # The error's traceback refers to this frame.
+        del end  # The error's traceback refers to this frame: break the cycle.
 
-    def _may_produce(self) -> bool:
-        """Wait for a slot; False if nobody will take the item."""
+    def _wait_for_slot(self) -> bool:
+        """Wait until an item may be produced; False: the consumer has stopped."""
         while True:
             try:
                 self.slots.get(timeout=self.LOOK_SECONDS)
             except queue.Empty:
-                # An interrupt in a finalizer can end `stop` before it has begun.
+                # An interrupt in a finalizer can prevent the call of `stop`.
                 if self._consumer() is not None:
                     continue
                 self.stopped = True
@@ -114,10 +113,10 @@ class Producer(threading.Thread, Generic[T]):
 
     def _produce(self, iterator: Iterator[T]) -> None:
         try:
-            while self._may_produce():
+            while self._wait_for_slot():
                 try:
-                    # No variable for the item: it would keep a batch alive on the
-                    # device while this thread waits for the next slot.
+                    # A variable would keep the batch on the device while this thread
+                    # waits for the next slot.
                     self.items.put(next(iterator))
                 except StopIteration:
                     return
@@ -126,7 +125,7 @@ class Producer(threading.Thread, Generic[T]):
 
 
 class Prefetched(Iterator[T]):
-    """An iterator over prefetched items; `prefetch` makes it.
+    """An iterator over prefetched items, from `prefetch`.
 
     Attributes:
         producer: The producer thread.
@@ -134,8 +133,8 @@ class Prefetched(Iterator[T]):
 
     def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
         producer = self.producer = Producer(self, make_iterator, depth)
-        # Not `zip`, which keeps its last item alive.
-        self._taken = map(
+        # `zip` would keep its last item alive.
+        self._items_for_slots = map(
             lambda item, _: item,
             itertools.starmap(producer.items.get, itertools.repeat(())),
             itertools.starmap(producer.slots.put, itertools.repeat((None,))),
@@ -154,19 +153,19 @@ class Prefetched(Iterator[T]):
         producer = self.producer
         if producer.stopped:
             raise StopIteration
-        # Item and slot in one call of C: an interrupt in between would lose the slot.
-        item = next(self._taken)
+        # One call of C gets the item and returns its slot: no interrupt in between.
+        item = next(self._items_for_slots)
         if not isinstance(item, _End):
             return item
         producer.stopped = True
-        # Wakes another thread that waits for an item of the same iterator.
+        # Another thread may wait for an item of the same iterator.
         producer.items.put(_End())
         if item.error is None:
             raise StopIteration
         try:
             raise item.error
         finally:
-            # The error's traceback refers to this frame, which must not refer back.
+            # The error's traceback refers to this frame: break the cycle.
             del item
 
     def close(self) -> None:
@@ -179,15 +178,14 @@ def prefetch(
 ) -> Prefetched[T] | Generator[T]:
     """Iterate over `make_iterator()` with a thread that runs up to `depth` items ahead.
 
-    That thread calls `make_iterator`, each `next`, and the source iterator's `close()`,
-    if it has one. It ends with the stream, or soon after the returned iterator is
-    closed or garbage-collected. An exception of the source is raised in the consumer at
-    its place in the stream, with its traceback.
+    The thread calls `make_iterator`, `next`, and `close()` of the source iterator if
+    that method exists. The thread ends with the stream, or soon after the returned
+    iterator is closed or garbage-collected. `next` raises an exception of the source
+    after the items before it, with its traceback.
 
     Args:
         make_iterator: Makes the source. Must not refer to the returned iterator.
-        depth: Number of items that may exist before the consumer asks for them; 0 uses
-            no thread.
+        depth: Number of items to prefetch; 0 uses no thread.
 
     Returns:
         An iterator with a `close()` method.
@@ -208,7 +206,7 @@ def prefetch(
 
 
 def is_abandoned() -> bool:
-    """Whether this thread produces items for a consumer that has stopped."""
+    """Whether this thread is the producer for a consumer that has stopped."""
     thread = threading.current_thread()
     return isinstance(thread, Producer) and thread.stopped
 
@@ -225,7 +223,7 @@ def _join_producers_at_exit() -> None:
     """Register, once, an exit handler that waits for the threads.
 
     A daemon thread that returns from JAX during the interpreter's shutdown aborts the
-    process. Registered late, so that the threads end before JAX cleans up.
+    process. Exit handlers run in reverse order, this one before those of JAX.
     """
     atexit.register(_join_producers)
 
@@ -235,7 +233,7 @@ def _join_producers() -> None:
     for producer in producers:
         producer.stop()
     for producer in producers:
-        # A deadline: a source that hangs must not block the exit.
+        # A source that hangs must not block the exit.
         producer.join(timeout=5.0)
 
 
@@ -248,11 +246,10 @@ def _in_place(make_iterator: Callable[[], Iterable[T]]) -> Generator[T]:
 
 
 class MappedAhead(Iterator[T], Generic[S, T]):
-    """`map(fn, items)`, one item ahead: a thread calls `fn` while others do their work.
+    """`map(fn, items)`, in which a thread calls `fn` for one item ahead.
 
-    The thread that asks for results takes the items, an item only after `fn` has
-    returned for the one before it. So the source may fill arrays again, and has no
-    other threads than without.
+    The consumer's thread reads an item from the source only after `fn` has returned for
+    the item before. So the source may reuse its buffers, and needs no thread safety.
     """
 
     def __init__(self, fn: Callable[[S], T], items: Iterable[S]) -> None:
@@ -264,11 +261,11 @@ class MappedAhead(Iterator[T], Generic[S, T]):
         self._is_begun = False
 
     def has_next(self) -> bool:
-        """Whether the next item was taken."""
+        """Whether there is a next result, computed or in progress."""
         return self._next is not None
 
     def close(self) -> None:
-        """End the thread, after the item that it is at."""
+        """End the thread after its current item."""
         self._next, self._items = None, iter(())
         self._thread.shutdown()
 
@@ -276,18 +273,18 @@ class MappedAhead(Iterator[T], Generic[S, T]):
         """Return the next result.
 
         Raises:
-            BaseException: What `fn` raised for this item, or the source after it.
+            BaseException: An error of `fn` for this item, or of the source after it.
         """
         if not self._is_begun:
             self._is_begun = True
-            self._take()
+            self._submit_next()
         if self._next is None:
             raise StopIteration
         result = self._next.result()
-        self._take()
+        self._submit_next()
         return result
 
-    def _take(self) -> None:
+    def _submit_next(self) -> None:
         self._next = None
         for item in self._items:
             self._next = self._thread.submit(self._call, item)
@@ -300,14 +297,14 @@ class MappedAhead(Iterator[T], Generic[S, T]):
 
 
 class DistributedIterator(Iterator[PyTree]):
-    """An iterator over one epoch of a distributed dataset; `iter(dataset)` makes it.
+    """An iterator over one epoch of a distributed dataset, from `iter(dataset)`.
 
-    `rx.Checkpoint(iterator=iterator)` saves its position. An iterator over the same
-    data that is restored to it yields exactly the batches that this one had left, on
-    any number of workers, and later iterations have the same orders.
+    `rx.Checkpoint(iterator=iterator)` saves its position. A restored iterator over the
+    same data yields exactly the remaining batches, on any number of workers. Later
+    iterations have the same orders as without the restart.
     """
 
-    # `start(iteration, num_batches)` starts an iteration after that many batches;
+    # `start(iteration, num_batches)` starts an iteration behind `num_batches` batches;
     # `taking` is called before each batch.
 
     def __init__(
@@ -322,7 +319,7 @@ class DistributedIterator(Iterator[PyTree]):
 
     def _go_to(self, iteration: int, num_batches: int) -> None:
         self._iteration = iteration
-        self._num_taken = num_batches
+        self._num_read = num_batches
         self._source = self._start(iteration, num_batches)
         self._is_new = True
 
@@ -330,9 +327,10 @@ class DistributedIterator(Iterator[PyTree]):
         """Return the next batch; block until it is ready.
 
         Raises:
-            ContextError: Inside a replica function, which would keep that batch.
+            ContextError: Inside a replica function, which would trace this batch as a
+                constant.
         """
-        # A late import, of Keras, which reading data does not need.
+        # A late import: it imports Keras, which reading data does not need.
         from replicax.engine.scope import current_context
 
         if current_context() is not None:
@@ -348,7 +346,7 @@ class DistributedIterator(Iterator[PyTree]):
             self._is_new = False
         else:
             batch = next(self._source)
-        self._num_taken += 1
+        self._num_read += 1
         return batch
 
     def close(self) -> None:
@@ -356,24 +354,13 @@ class DistributedIterator(Iterator[PyTree]):
         close_iterator(self._source)
 
     def get_state(self) -> dict[str, int]:
-        """Return the position: the iteration's index, and the batches taken."""
-        return {"iteration": self._iteration, "num_batches": self._num_taken}
+        """Return the position: the index of the iteration, and the batches read."""
+        return {"iteration": self._iteration, "num_batches": self._num_read}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go to a position from `get_state`, in an epoch over the same data.
-
-        Raises:
-            ValueError: If `state` is no such position.
-        """
-        number = state.get("num_batches")
+        """Go to a position from `get_state`, in an epoch over the same data."""
+        num_batches = state["num_batches"]
         iteration = state.get("iteration", self._iteration)
-        if not all(isinstance(n, int) and n >= 0 for n in (number, iteration)):
-            raise ValueError(
-                "DistributedIterator.set_state: expected {'iteration': k, "
-                f"'num_batches': n}} as get_state returns it; got {state!r}."
-            )
-        assert number is not None
-        if (iteration, number) == (self._iteration, self._num_taken):
-            return
-        self.close()
-        self._go_to(iteration, number)
+        if (iteration, num_batches) != (self._iteration, self._num_read):
+            self.close()
+            self._go_to(iteration, num_batches)

@@ -29,10 +29,10 @@ class AutoShardPolicy(enum.Enum):
     Attributes:
         AUTO: FILE for a `FileDataset` that has enough files, else DATA.
         FILE: Each worker reads its own files, of a `FileDataset`.
-        DATA: All workers read the same batches in the same order, and each takes its
-            rows of every batch.
-        OFF: No sharding: each worker reads a dataset of its own. Its batches still have
-            the global size: a worker cuts one into as many steps as there are workers.
+        DATA: All workers read the same batches in the same order, and each worker
+            trains on its rows of every batch.
+        OFF: No sharding: each worker reads its own dataset. The dataset's batches have
+            the global size; each worker splits a batch into one step per worker.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -52,11 +52,11 @@ class AutoShardPolicy(enum.Enum):
 
 
 class FileDataset:
-    """A dataset in files, which workers can shard by file.
+    """A dataset that workers can shard by file.
 
     Args:
         files: The files' paths, in the same order on all workers.
-        dataset_fn: Takes some of the files and returns a dataset of global batches
+        dataset_fn: Gets a list of some files and returns a dataset of global batches
             that `experimental_distribute_dataset` accepts.
 
     Raises:
@@ -84,7 +84,7 @@ class FileDataset:
     def __call__(
         self, files: Sequence[str | os.PathLike[str]] | None = None
     ) -> Dataset:
-        """Return the dataset of all files, or of some."""
+        """Return the dataset of `files`; None: of all files."""
         return self._dataset_fn(self.files if files is None else files)
 
 
@@ -94,10 +94,10 @@ def worker_files(
     """Select the shard of a dataset for worker `index` of `count`, under a policy.
 
     Returns:
-        A dataset, and whether it is the worker's own, not the same on all workers.
+        The worker's dataset, and whether its batches differ from other workers'.
 
     Raises:
-        ValueError: Under FILE, for a dataset that is no `FileDataset`.
+        ValueError: If the policy is FILE, and `dataset` is not a `FileDataset`.
     """
     if policy is AutoShardPolicy.OFF:
         return dataset, count > 1
@@ -114,14 +114,14 @@ def worker_files(
     if len(files) < count:
         _logger.warning(
             "FileDataset: %d files cannot be divided between %d workers; all workers "
-            "read all files instead, and each takes its rows of every batch "
+            "read all files instead, and each trains on its rows of every batch "
             "(AutoShardPolicy.DATA).",
             len(files),
             count,
         )
         return dataset, False
-    own = files[index::count]
-    return (lambda: dataset(own)), True
+    own_files = files[index::count]
+    return (lambda: dataset(own_files)), True
 
 
 class InputShard:
@@ -129,12 +129,12 @@ class InputShard:
 
     Args:
         workers: The workers that shard the input; defaults to a single one.
-        check_input: Whether to compare first batches where all read the same data.
-        place: The worker's index among those that shard files, and their number;
-            defaults to that among `workers`.
+        check_input: Whether workers that read the same data compare first batches.
+        place: The worker's index, and the number of workers, for sharding files;
+            defaults to the index in `workers` and their number.
 
     Example:
-        A strategy has its worker's:
+        The shard of a strategy's only worker:
 
         >>> import replicax as rx
         >>> shard = rx.OneDeviceStrategy("cpu:0").input_shard
@@ -177,24 +177,24 @@ class InputShard:
 
     @property
     def num_pieces(self) -> int:
-        """Number of steps that a worker makes of a global batch of its own data."""
+        """Number of steps into which a worker splits a global batch of its own data."""
         return self.count
 
     @property
     def of_evaluation(self) -> "InputShard":
         """The shard that this worker evaluates and predicts on.
 
-        Workers in step share the data: what each computes is combined.
+        Here it is a part of the data, because workers in lockstep combine results.
         """
         return self
 
     @property
     def of_loop(self) -> "InputShard":
-        """The shard that a loop over a distributed dataset reads."""
+        """The shard that a `for` loop over a distributed dataset reads."""
         return self
 
     def num_steps(self, num_batches: int) -> int:
-        """Return the number of this worker's steps for that many batches."""
+        """Return how many steps this worker runs for `num_batches` batches."""
         return num_batches
 
     def new_stream(self, name: str) -> str:
@@ -202,13 +202,13 @@ class InputShard:
         return self._workers.new_stream(name)
 
     def begin(self, name: str) -> None:
-        """Log the begin of an epoch, for the order check."""
+        """Record that an epoch begins, for the check that workers agree in order."""
         log = self._workers.log
         if log is not None:
             log.note_epoch(Operation(name, f"{name};".encode()))
 
     def taking(self, name: str) -> Callable[[], None]:
-        """Return a function that logs the taking of a batch, for the order check."""
+        """Return a function that records, for that check, the read of a next batch."""
         log = self._workers.log
         if log is None:
             return lambda: None
@@ -225,10 +225,10 @@ class InputShard:
         size_of: Callable[[_Batch], int] = lambda batch: leading_size(batch, "fit"),
         cancelled: Callable[[], bool] = is_abandoned,
     ) -> Iterator[_Batch]:
-        """Yield batches as long as every worker has one.
+        """Yield batches as long as every worker has a next batch.
 
-        `name` is from `new_stream`; it defaults to a new one for an input of `fit`. For
-        the other arguments see `SharedEpoch`.
+        `name` comes from `new_stream`; None: a new name for an input of `fit`. For the
+        other arguments see `SharedEpoch`.
         """
         if self.count == 1:
             return batches

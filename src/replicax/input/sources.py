@@ -1,6 +1,6 @@
 """Adapts any dataset to a stream of batches, pytrees of NumPy (or JAX) arrays.
 
-It recognizes libraries by their objects, without importing them.
+The module recognizes objects of other libraries without importing the libraries.
 """
 
 import functools
@@ -48,8 +48,8 @@ __all__ = [
 Dataset: TypeAlias = object
 """An argument of `batches`: arrays, or any kind of iterable of batches."""
 
-# Grain's default, 500 elements ahead, is meant for single examples. Here elements are
-# whole batches, and `prefetch` runs ahead as well.
+# Grain's default, 500 elements, suits single examples. Here elements are batches, and
+# `prefetch` reads ahead as well.
 _GRAIN_READS_AHEAD = 16
 
 
@@ -61,19 +61,20 @@ def batches(
     Args:
         dataset: A Grain `MapDataset`, `IterDataset` or `DataLoader`, a
             `keras.utils.PyDataset`, a `tf.data.Dataset`, a torch `DataLoader`, any
-            iterable of batches, or a callable that returns one of these for each epoch.
-            Or the data itself: an array, or a tuple or dict of `[N, ...]` arrays.
+            iterable of batches, or a callable that returns such a dataset for each
+            epoch. Or the data itself: an array, or a tuple or dict of `[N, ...]`
+            arrays.
         batch_size: `B`, the rows of a batch, for arrays only. The last batch may have
             fewer.
         iteration: Index of the iteration, from 0, for the order of a shuffled Grain
             dataset.
 
     Returns:
-        A generator of pytrees of arrays; slices of given arrays are views.
+        A generator of pytrees of arrays. Batches of NumPy arrays are views.
 
     Raises:
-        TypeError: If `dataset` is no dataset; while iterating, if a leaf is no array of
-            numbers.
+        TypeError: If `dataset` is not a dataset; while iterating, if a leaf is not an
+            array of numbers.
         ValueError: If `batch_size` is missing or superfluous, or if arrays differ in
             dimension 0.
         RuntimeError: While iterating, if a generator object is exhausted.
@@ -92,7 +93,7 @@ def raw_batches(dataset: Dataset) -> Iterator[PyTree]:
 
 
 def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
-    """Raise the errors of `batches` for its arguments, without reading the dataset."""
+    """Raise the errors of `batches` for wrong arguments, without reading data."""
     if is_arrays(dataset):
         leading_size(dataset, "dataset")
         if batch_size is None:
@@ -121,7 +122,7 @@ def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
 
 
 def is_arrays(dataset: Dataset) -> bool:
-    """Whether `dataset` is arrays in memory: one, or a tuple or a dict of them."""
+    """Whether `dataset` is an array in memory, or a tuple or dict of arrays."""
     if _is_array(dataset):
         return True
     leaves = (
@@ -133,7 +134,7 @@ def is_arrays(dataset: Dataset) -> bool:
 
 
 def is_dataset(value: object) -> bool:
-    """Whether a value is an iterator, or a dataset of one of the known libraries."""
+    """Whether a value is an iterator, or a dataset of a known library."""
     if is_one_shot(value) or is_grain_dataset(value) or _is_py_dataset(value):
         return True
     is_loader = _comes_from(value, "torch") or _comes_from(value, "grain")
@@ -141,10 +142,10 @@ def is_dataset(value: object) -> bool:
 
 
 def is_one_shot(dataset: Dataset) -> bool:
-    """Whether `dataset` can be iterated only once, as generator objects can.
+    """Whether `dataset` can be iterated only once, as a generator object.
 
-    A `PyDataset` cannot, though it be an iterator too, as those of Keras'
-    `ImageDataGenerator` are.
+    A `PyDataset` can be iterated again even if it is also an iterator, as that of
+    Keras' `ImageDataGenerator`.
     """
     return isinstance(dataset, Iterator) and not _is_py_dataset(dataset)
 
@@ -176,16 +177,16 @@ def _arrays_only(
         close_iterator(iterator)
     if is_empty and iterator is dataset:
         raise RuntimeError(
-            f"dataset: this {type(dataset).__name__} has no batches, or none any more: "
-            "it can be iterated once. Pass a callable that makes a new one each epoch, "
-            "such as the generator function itself."
+            f"dataset: this {type(dataset).__name__} has no batches, or was read "
+            "before: it can be iterated once. Pass a callable that makes a new one "
+            "each epoch, such as the generator function itself."
         )
 
 
 def _open(
     dataset: Dataset, batch_size: int | None, iteration: int = 0
 ) -> Iterator[PyTree]:
-    """Open an iterator over one epoch, in the way of the dataset's library."""
+    """Open an iterator over one epoch of a dataset of any library."""
     dataset = reshuffled(dataset, iteration)
     check_dataset(dataset, batch_size)
     if is_arrays(dataset):
@@ -213,7 +214,7 @@ def _slices(arrays: PyTree, batch_size: int) -> Generator[PyTree]:
 
 
 def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
-    """Yield the batches of a `keras.utils.PyDataset` in order, from its `workers`."""
+    """Yield a `PyDataset`'s batches in order; its `workers` are threads."""
     if dataset.use_multiprocessing:
         _warn_once(
             "PyDataset: use_multiprocessing=True is ignored, its workers are threads: "
@@ -238,7 +239,7 @@ def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
 def _in_threads(
     get: Callable[[int], PyTree], indices: Iterable[int], num_threads: int, depth: int
 ) -> Generator[PyTree]:
-    """Yield `get(index)` in order, computed in threads at most `depth` ahead."""
+    """Yield `get(index)` in order; threads compute at most `depth` results ahead."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="replicax-py-dataset")
     pending: deque[Future[PyTree]] = deque()
     try:
@@ -253,7 +254,7 @@ def _in_threads(
 
 
 def _tuples(iterator: Iterator[PyTree]) -> Generator[PyTree]:
-    """Convert batches that are lists to tuples, as Keras does for these datasets."""
+    """Convert lists to tuples, as Keras does for batches of these datasets."""
     try:
         for batch in iterator:
             yield tuple(batch) if isinstance(batch, list) else batch
@@ -297,8 +298,8 @@ def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
 def _off_mesh(array: PyTree) -> PyTree:
     """Copy an array to the host if it is spread over several devices.
 
-    Otherwise slicing and placing it would run collectives in the prefetch thread, which
-    can deadlock with those of a training step.
+    Slicing such an array in the prefetch thread would run collectives, which can
+    deadlock with the collectives of a training step.
     """
     if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
         return np.asarray(array)
@@ -308,15 +309,15 @@ def _off_mesh(array: PyTree) -> PyTree:
 def _from_torch(tensor: "torch.Tensor") -> np.ndarray:
     tensor = tensor.detach().cpu()
     torch = sys.modules["torch"]
-    if tensor.dtype == torch.bfloat16:  # torch's own conversion refuses it.
+    if tensor.dtype == torch.bfloat16:  # `tensor.numpy` raises for this dtype.
         return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
     return tensor.numpy()
 
 
 def _is_array(value: object) -> bool:
-    """Whether a value is an array of any library, sparse ones included."""
-    looks_like_one = hasattr(value, "shape") and hasattr(value, "__array__")
-    return looks_like_one or is_one_array(value)
+    """Whether a value is an array of any library, sparse or dense."""
+    is_dense = hasattr(value, "shape") and hasattr(value, "__array__")
+    return is_dense or is_one_array(value)
 
 
 class _TensorFlowDataset(Protocol):

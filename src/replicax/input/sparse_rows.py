@@ -1,8 +1,7 @@
 """Sparse arrays in batches, divided between replicas by rows.
 
-Between the dataset and the devices a sparse array is one leaf of the batch: host arrays
-of its entries, in the order of its rows. `DividedRows.stacked` makes one JAX array of
-the rows of all replicas.
+On the host, a sparse array is one leaf of a batch: `SparseRows`, or `DividedRows` once
+it is divided. `DividedRows.stacked` makes one JAX array of all replicas' rows.
 
 Legend: `R` replicas, `b` rows of a replica, `B` rows of a batch, `n` entries of a
 sparse array, which has `s` sparse dimensions.
@@ -35,12 +34,12 @@ class SparseRows:
 
     Attributes:
         data: The entries, `[n, *dense]`.
-        columns: Their indices in the sparse dimensions after the first, `[n, s - 1]`.
-        starts: The first entry of each row, and the number of entries: `[B + 1]`.
+        columns: The entries' indices in the sparse dimensions 1 to `s - 1`.
+        starts: `[B + 1]`; the entries of row `i` are `starts[i]:starts[i + 1]`.
         shape: Shape of the array.
-        is_sorted: Whether the indices are in order, as `BCOO.indices_sorted`.
-        is_unique: Whether they differ, as `BCOO.unique_indices`.
-        capacity: The least number of entries to which each replica's rows are padded.
+        is_sorted: As `BCOO.indices_sorted`.
+        is_unique: As `BCOO.unique_indices`.
+        capacity: Replicas pad their rows to at least this number of entries.
     """
 
     data: np.ndarray
@@ -76,9 +75,8 @@ class SparseRows:
             rows = np.arange(len(self))[rows]
         if rows.ndim != 1:
             raise TypeError(
-                f"a batch {self!r} was indexed to single rows. "
-                "Batch sparse data by slices of rows: pass the whole array with "
-                "batch_size=..., or sparse batches."
+                f"{self!r} was indexed by a row number. Batch sparse data by slices of "
+                "rows: pass the whole array with batch_size=..., or sparse batches."
             )
         counts = self.starts[rows + 1] - self.starts[rows]
         starts = np.concatenate([[0], np.cumsum(counts)])
@@ -93,15 +91,15 @@ class SparseRows:
         )
 
     def copy(self) -> "SparseRows":
-        """A copy in memory of its own."""
+        """Copy the arrays, too."""
         return self[:]
 
     def arrays(self) -> list[np.ndarray]:
-        """The arrays that hold the values, to compare them."""
+        """Return the arrays that determine the values, for comparisons."""
         return [self.starts, self.columns, self.data]
 
     def divided(self, num_replicas: int) -> "DividedRows":
-        """Divide the rows, `[R*b, ...]`, between replicas in order."""
+        """Divide `[R*b, ...]` between replicas: the first `b` rows are replica 0's."""
         size = len(self) // num_replicas
         return DividedRows(
             [self[i * size : (i + 1) * size] for i in range(num_replicas)]
@@ -109,7 +107,7 @@ class SparseRows:
 
     @staticmethod
     def joined(arrays: Sequence["SparseRows"]) -> "SparseRows":
-        """The rows of all arrays, one array after another."""
+        """Concatenate arrays along dimension 0."""
         counts = np.concatenate([np.diff(x.starts) for x in arrays])
         return dataclasses.replace(
             arrays[0],
@@ -122,9 +120,9 @@ class SparseRows:
         )
 
     def padded(self, size: int) -> sparse.BCOO:
-        """A BCOO of NumPy arrays with room for `size` entries.
+        """Make a BCOO of NumPy arrays, padded to `size` entries as JAX pads a BCOO.
 
-        Unused entries are zeros with indices out of bounds, as JAX pads a BCOO.
+        The added entries are zeros with indices out of bounds.
         """
         num = self.num_entries
         dtype = jax.dtypes.canonicalize_dtype(self.dtype)
@@ -135,34 +133,35 @@ class SparseRows:
         indices[:num, 0] = np.repeat(np.arange(len(self)), np.diff(self.starts))
         indices[:num, 1:] = self.columns
         indices[num:] = self.shape[:num_sparse]
-        facts = {
+        metadata = {
             "shape": self.shape,
             "indices_sorted": self.is_sorted,
             "unique_indices": self.is_unique,
         }
         # The constructor would make JAX arrays.
-        return sparse.BCOO.tree_unflatten(facts, (data, indices))
+        return sparse.BCOO.tree_unflatten(metadata, (data, indices))
 
 
 class DividedRows:
-    """The rows of all replicas, of equal shape for each: `[R, b, ...]`.
+    """A sparse array divided between replicas: `[R, b, ...]`.
 
     Args:
-        rows: The rows of each replica.
-        capacity: The least capacity.
+        rows: Each replica's rows.
+        min_capacity: Minimum of `capacity`.
 
     Attributes:
-        capacity: Number of entries to which each replica's rows are padded. Workers
-            agree on one.
+        capacity: Number of entries to which each replica's rows are padded; `lockstep`
+            sets it to the largest one of all workers.
     """
 
     __slots__ = ("_rows", "capacity")
 
-    def __init__(self, rows: Sequence[SparseRows], capacity: int = 0) -> None:
+    def __init__(self, rows: Sequence[SparseRows], min_capacity: int = 0) -> None:
         self._rows = list(rows)
-        most = max(x.num_entries for x in self._rows)
-        power = 1 << max(0, most - 1).bit_length()  # Few capacities, so few programs.
-        self.capacity = max(capacity, power, *(x.capacity for x in self._rows))
+        largest = max(x.num_entries for x in self._rows)
+        # A power of 2: few capacities, so JAX compiles few programs.
+        power = 1 << max(0, largest - 1).bit_length()
+        self.capacity = max(min_capacity, power, *(x.capacity for x in self._rows))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -178,12 +177,12 @@ class DividedRows:
         return DividedRows(self._rows[replicas], self.capacity)
 
     def joined(self) -> SparseRows:
-        """The rows of all replicas as one array, `[R*b, ...]`."""
+        """Concatenate the replicas' rows to `[R*b, ...]`."""
         rows = SparseRows.joined(self._rows)
         return dataclasses.replace(rows, capacity=self.capacity)
 
     def stacked(self) -> sparse.BCOO:
-        """One BCOO of all replicas, whose `data` and `indices` are `[R, ...]`."""
+        """Make one BCOO whose `data` and `indices` are `[R, ...]`."""
         padded = [rows.padded(self.capacity) for rows in self._rows]
         stacked: sparse.BCOO = jax.tree.map(lambda *x: np.stack(x), *padded)
         stacked.shape = self.shape
@@ -191,9 +190,9 @@ class DividedRows:
 
 
 def whole(value: PyTree) -> PyTree:
-    """A sparse array of SciPy's or TensorFlow's, or `SparseRows`, as a BCOO.
+    """Convert a sparse array of SciPy or TensorFlow, or `SparseRows`, to a BCOO.
 
-    Anything else is returned as it is.
+    Other values are returned unchanged.
     """
     value = as_rows(value) if is_foreign(value) else value
     if not isinstance(value, SparseRows):
@@ -202,43 +201,37 @@ def whole(value: PyTree) -> PyTree:
 
 
 def is_sparse(value: object) -> bool:
-    """Whether `value` is a sparse array of JAX's, SciPy's or TensorFlow's."""
+    """Whether `value` is a sparse array of JAX, SciPy or TensorFlow."""
     return isinstance(value, sparse.JAXSparse) or is_foreign(value)
 
 
 def is_one_array(value: object) -> bool:
-    """Whether `value` is one array to its user, though JAX may flatten it."""
+    """Whether `value` is one array to the user although JAX may flatten it."""
     return is_composite(value) or is_foreign(value)
 
 
 def by_rows(batch: PyTree) -> PyTree:
-    """A batch whose sparse arrays are `SparseRows`."""
+    """Convert a batch's sparse arrays to `SparseRows`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: as_rows(x, path), batch, is_leaf=is_one_array
     )
 
 
 def as_rows(value: PyTree, path: tuple[object, ...] = ()) -> PyTree:
-    """A sparse array as `SparseRows`; another leaf as it is.
+    """Convert a sparse array to `SparseRows`; return other leaves unchanged.
 
-    A pandas object becomes a NumPy array, since indexing a `Series` goes by label, not
-    by position. `path` is where in the batch the leaf is, for errors.
+    A pandas object becomes a NumPy array: a `Series` is indexed by label, not by
+    position. Errors name the leaf by its `path` in the batch.
 
     Raises:
-        TypeError: For a composite array that is neither a BCOO nor SciPy's or
-            TensorFlow's sparse array.
-        ValueError: For one without rows.
+        TypeError: If `value` is a composite array, but neither a BCOO nor a sparse
+            array of SciPy or TensorFlow.
     """
     if is_foreign(value):
         return _foreign_rows(value)
     if not is_composite(value):
         return value.to_numpy() if hasattr(value, "iloc") else value
     name = f"leaf {jax.tree_util.keystr(path)}" if path else "the batch"
-    if len(value.shape) == 0:
-        raise ValueError(
-            f"{name} is a {described(value)}, a scalar; expected an array with one row "
-            "per example."
-        )
     if isinstance(value, sparse.BCOO):
         return _bcoo_rows(value)
     if isinstance(value, sparse.JAXSparse):
@@ -266,20 +259,20 @@ def _bcoo_rows(value: sparse.BCOO) -> PyTree:
 
 
 def _foreign_rows(value: PyTree) -> SparseRows:
-    if hasattr(value, "dense_shape"):  # TensorFlow's.
+    if hasattr(value, "dense_shape"):  # A sparse tensor of TensorFlow.
         indices = np.asarray(value.indices).astype(np.int32)
         shape = tuple(map(int, value.dense_shape))
         return _sparse_rows(np.asarray(value.values), indices, shape)
     entries = value.tocoo()
-    coordinates = getattr(entries, "coords", None) or (entries.row, entries.col)
-    indices = np.stack([np.asarray(x, np.int32) for x in coordinates], 1)
+    coords = getattr(entries, "coords", None) or (entries.row, entries.col)
+    indices = np.stack([np.asarray(x, np.int32) for x in coords], 1)
     return _sparse_rows(np.asarray(entries.data), indices, value.shape)
 
 
 def _sparse_rows(
     data: np.ndarray, indices: np.ndarray, shape: tuple[int, ...]
 ) -> SparseRows:
-    """Sort entries with indices `[n, s]` by rows, without those that JAX padded."""
+    """Sort entries with indices `[n, s]` by rows; drop the entries of JAX's padding."""
     is_inside = (indices < np.asarray(shape[: indices.shape[1]])).all(1)
     if not is_inside.all():
         data, indices = data[is_inside], indices[is_inside]

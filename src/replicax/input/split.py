@@ -1,6 +1,6 @@
-"""Splits a batch into one batch per replica: arithmetic on shapes only.
+"""Splits a batch into one batch per replica, on the host.
 
-Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a global one.
+Legend: `R` replicas, `b` examples in one replica's batch, `B` in a global batch.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ class Remainder(enum.StrEnum):
     Members compare equal to their strings: `"keep"`, `"drop"`, `"pad"`, `"error"`.
 
     Attributes:
-        KEEP: The largest number of replicas that divides the batch shares it.
-        DROP: They are dropped.
-        PAD: Copies of the last examples fill up; a mask is False for them.
-        ERROR: They are a `ValueError`.
+        KEEP: Use the largest number of replicas that can share the batch equally.
+        DROP: Drop the last examples.
+        PAD: Add copies of the last examples; a mask is False for the copies.
+        ERROR: Raise a `ValueError`.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -58,30 +58,30 @@ class Remainder(enum.StrEnum):
         """Convert `policy` to a `Remainder`.
 
         Raises:
-            ValueError: If it is none of the four.
+            ValueError: If `policy` is not a member.
         """
         try:
             return cls(policy)
         except ValueError:
             raise ValueError(
                 f"{caller}: unknown remainder={policy!r}. Use 'keep' (give the batch "
-                "to fewer replicas), 'drop' (leave the last examples out), 'pad' (add "
+                "to fewer replicas), 'drop' (drop the last examples), 'pad' (add "
                 "copies and yield a mask) or 'error'."
             ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Split:
-    """A batch that was divided between replicas. `split_global_batch` returns it.
+    """The result of `split_global_batch`: a batch divided between replicas.
 
     Legend: `R` replicas, `b` examples in one replica's batch.
 
     Attributes:
         batch: Pytree of `[R, b, ...]` arrays, or None if the whole batch was dropped.
-        mask: `bool[R, b]`, True for real examples; None unless padding is allowed.
+        mask: `bool[R, b]`, False for copies; None unless the policy is `"pad"`.
         num_dropped: Number of dropped examples.
-        num_active: Only the first `num_active` replicas have examples of their own, the
-            others copies; None: all have.
+        num_active: The first `num_active` replicas have examples of their own, the
+            other replicas have copies; None: all have examples of their own.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -101,8 +101,9 @@ def leading_size(tree: PyTree, caller: str) -> int:
     """Return the size of dimension 0, which all arrays of `tree` must share.
 
     Raises:
-        ValueError: If there is no array, a scalar, no row, or if the sizes differ.
-        TypeError: If a leaf is no array.
+        ValueError: If there is no array, an array is a scalar or has no row, or sizes
+            differ.
+        TypeError: If a leaf is not an array.
     """
     sizes: dict[str, int] = {}
     for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_composite):
@@ -136,11 +137,10 @@ def leading_size(tree: PyTree, caller: str) -> int:
 
 
 def replicas_for(num_rows: int, num_replicas: int) -> int | None:
-    """The number of replicas that share so many rows equally; None: all.
+    """Return the largest number of replicas that can share rows equally; None: all.
 
-    A batch that does not divide by the replicas goes to the largest number of them that
-    divides it. The others compute along on copies that count for nothing, which keeps
-    the step exact, batch normalization included.
+    The other replicas compute on copies, which losses, gradients and batch statistics
+    ignore: the step has the result of the unpadded batch.
     """
     if num_rows % num_replicas == 0:
         return None
@@ -148,9 +148,9 @@ def replicas_for(num_rows: int, num_replicas: int) -> int | None:
 
 
 def rows_with_copies(num_rows: int, num_active: int, num_replicas: int) -> np.ndarray:
-    """The numbers of the rows of all replicas: those behind the active ones get copies.
+    """Return the row numbers for all replicas; inactive replicas copy replica 0's rows.
 
-    4 rows for 2 active replicas of 3: `[0, 1, 2, 3, 0, 1]`.
+    For 4 rows, 2 active replicas and 3 in all: `[0, 1, 2, 3, 0, 1]`.
     """
     copies = np.tile(np.arange(num_rows // num_active), num_replicas - num_active)
     return np.concatenate([np.arange(num_rows), copies])
@@ -161,10 +161,12 @@ def split_global_batch(
 ) -> Split:
     """Divide a global batch between replicas, in order.
 
-    With 2 replicas, `x[5, d]` becomes `[2, 5, d]`, of which only the first replica's
-    rows count (`"keep"`); or `[2, 2, d]`, and one example is dropped (`"drop"`); or
-    `[2, 3, d]` with the last row twice and a mask
-    `[[True, True, True], [True, True, False]]` (`"pad"`).
+    With 2 replicas, `x[5, d]` becomes:
+
+    - `"keep"`: `[2, 5, d]`; the second replica has copies, which do not count.
+    - `"drop"`: `[2, 2, d]`; the last example is dropped.
+    - `"pad"`: `[2, 3, d]`; the last row is repeated, and the mask is
+      `[[True, True, True], [True, True, False]]`.
 
     Args:
         batch: Pytree of `[B, ...]` arrays, NumPy or JAX.
@@ -172,13 +174,12 @@ def split_global_batch(
         remainder: The policy if `R` does not divide `B`.
 
     Returns:
-        A `Split` of `[R, b, ...]` views of the arrays (copies where rows were added),
-        with the mask under `"pad"`.
+        A `Split` of `[R, b, ...]` arrays: views unless rows were added.
 
     Raises:
-        ValueError: If arrays disagree in `B` or are scalars; if the policy is unknown;
-            under `"error"` if `R` does not divide `B`; under that and `"drop"`, if
-            `B < R`.
+        ValueError: If arrays differ in `B` or are scalars; if the policy is unknown; if
+            `R` does not divide `B` (policy `"error"`); if `B < R` (`"error"` and
+            `"drop"`).
 
     Example:
         >>> split = split_global_batch(np.arange(5), 2, "pad")
@@ -187,8 +188,7 @@ def split_global_batch(
     """
     caller = "distributed dataset"
     policy = Remainder.of(remainder, caller)
-    if num_replicas < 1:
-        raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")
+
     size = leading_size(batch, caller)
     extra = size % num_replicas
     if size < num_replicas and policy not in (Remainder.KEEP, Remainder.PAD):
@@ -213,7 +213,7 @@ def split_global_batch(
         mask = _rows(np.arange(len(rows)) < size, num_replicas)
     else:
         num_dropped = extra
-    if extra:  # Else all rows stay, of JAX's arrays without a copy.
+    if extra:  # Indexing would copy JAX arrays.
         batch = jax.tree.map(lambda x: x[rows], batch)
     batch = jax.tree.map(lambda x: _rows(x, num_replicas), batch)
     return Split(batch=batch, mask=mask, num_dropped=num_dropped, num_active=num_active)
@@ -226,28 +226,31 @@ def stack_replica_batches(
 ) -> Split:
     """Stack per-replica batches, the first for replica 0.
 
-    The last group of an epoch may be incomplete: fewer batches than replicas, or a last
-    batch with fewer rows. Its batches go to as many replicas, those of unequal size as
-    one batch that is divided anew; or the whole group is dropped, or padded with copies
-    that the mask marks.
+    At the end of an epoch there may be fewer batches than replicas, or a last batch
+    with fewer rows. Then the policy applies:
+
+    - `"keep"`: equal batches go to as many replicas; unequal batches are concatenated,
+      and split by `split_global_batch`.
+    - `"drop"`: all batches are dropped.
+    - `"pad"`: copies fill the missing rows and batches; the mask marks them.
 
     Raises:
-        ValueError: If the batches differ in structure or shape, or if the group is
-            incomplete under `"error"`.
+        ValueError: If the batches differ in structure or shape; if batches or rows are
+            missing (policy `"error"`).
     """
     caller = "distribute_datasets_from_function"
     policy = Remainder.of(remainder, caller)
     sizes = [leading_size(batch, caller) for batch in batches]
-    # Only the end of the data makes a batch shorter, so only the last one may be.
-    short = len(set(sizes)) > 1
-    if short and (len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]):
+    is_uneven = len(set(sizes)) > 1
+    # At the end of the data, only the last batch is shorter.
+    if is_uneven and (len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]):
         policy = Remainder.ERROR
-    if short and policy is Remainder.KEEP:
+    if is_uneven and policy is Remainder.KEEP:
         return split_global_batch(
-            jax.tree.map(lambda *xs: _joined(xs), *batches), num_replicas
+            jax.tree.map(lambda *xs: _concatenate(xs), *batches), num_replicas
         )
-    is_whole = not short and len(sizes) == num_replicas
-    if not is_whole and policy not in (Remainder.PAD, Remainder.KEEP):
+    is_complete = not is_uneven and len(sizes) == num_replicas
+    if not is_complete and policy not in (Remainder.PAD, Remainder.KEEP):
         if policy is Remainder.DROP:
             return Split(batch=None, num_dropped=sum(sizes))
         raise ValueError(
@@ -262,11 +265,11 @@ def stack_replica_batches(
     ]
     padded += padded[-1:] * (num_replicas - len(padded))
     mask = num_active = None
-    if policy is Remainder.KEEP and not is_whole:
+    if policy is Remainder.KEEP and not is_complete:
         num_active = len(sizes)
     if policy is Remainder.PAD:
-        real = np.array(sizes + [0] * (num_replicas - len(sizes)))
-        mask = np.arange(sizes[0]) < real[:, None]
+        num_real = np.array(sizes + [0] * (num_replicas - len(sizes)))
+        mask = np.arange(sizes[0]) < num_real[:, None]
     return Split(batch=jax.tree.map(_stack, *padded), mask=mask, num_active=num_active)
 
 
@@ -284,22 +287,21 @@ def _rows(array: PyTree, num_replicas: int) -> PyTree:
 
 
 def _pad(array: PyTree, num_rows: int) -> PyTree:
-    """Add `num_rows` rows: the array's last rows, repeated if need be."""
+    """Append copies of an array's last rows."""
     return array[_padded_rows(array.shape[0], num_rows)] if num_rows else array
 
 
 def _padded_rows(size: int, num_rows: int) -> np.ndarray:
-    """The numbers of `size` rows, and `num_rows` of the last of them again."""
+    """Return the numbers of `size` rows, then the last `num_rows` of them again."""
     rows = np.arange(size)
     return np.concatenate([rows, np.resize(rows[-num_rows:], num_rows)])
 
 
-def _joined(parts: Sequence[PyTree]) -> PyTree:
-    """The rows of all parts, one part after another."""
-    if isinstance(parts[0], SparseRows):
-        return SparseRows.joined(parts)
-    numpy = jnp if any(isinstance(x, jax.Array) for x in parts) else np
-    return numpy.concatenate(parts)
+def _concatenate(arrays: Sequence[PyTree]) -> PyTree:
+    if isinstance(arrays[0], SparseRows):
+        return SparseRows.joined(arrays)
+    numpy = jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+    return numpy.concatenate(arrays)
 
 
 def _stack(*arrays: PyTree) -> PyTree:
