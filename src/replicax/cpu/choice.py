@@ -64,20 +64,20 @@ def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | No
         return None
     _, rhs_spec, _ = params["dimension_numbers"]
     features, all_outputs = rhs.shape[rhs_spec[1]], rhs.shape[rhs_spec[0]]
-    of_features = params["feature_group_count"]
-    of_batch = params["batch_group_count"]
-    if of_features > 1:
-        small = features * (all_outputs // of_features) <= _GROUP_WEIGHTS
+    feature_groups = params["feature_group_count"]
+    batch_groups = params["batch_group_count"]
+    if feature_groups > 1:
+        small = features * (all_outputs // feature_groups) <= _GROUP_WEIGHTS
         if small and taps <= _MOST:
             return "groups"
         # Other groups take 4.0 or 9.8 (4 groups of 32), but in volumes 36.4 or 11.8.
         return "patches" if len(windows) == 3 and taps <= _MOST else None
-    if of_batch > 1:
-        return _of_batch_groups(lhs, params, all_outputs, taps, outputs)
-    return _of_one_group(lhs, rhs, out, params, windows)
+    if batch_groups > 1:
+        return _choose_for_batch_groups(lhs, params, all_outputs, taps, outputs)
+    return _choose_without_groups(lhs, rhs, out, params, windows)
 
 
-def _of_one_group(
+def _choose_without_groups(
     lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any], windows: Sequence[Window]
 ) -> Form | None:
     """Choose the form of a convolution without groups."""
@@ -119,7 +119,7 @@ def _is_served(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> bool:
     )
 
 
-def _of_batch_groups(
+def _choose_for_batch_groups(
     lhs: Any, params: Mapping[str, Any], all_outputs: int, taps: int, outputs: int
 ) -> Form | None:
     """Choose the form for groups of the batch, as in filter gradients with groups.
@@ -140,7 +140,7 @@ def _of_batch_groups(
 def _is_of_few_channels(
     lhs: Any, params: Mapping[str, Any], all_outputs: int, taps: int, outputs: int
 ) -> bool:
-    """Whether this is the filter gradient of a layer of few channels, as the first.
+    """Whether this is the filter gradient of a layer of few channels, as the first one.
 
     One channel at 28x28, batch 256: with 32 outputs 14.0 or 2.2, with 16 4.0 or 3.4;
     three at 32x32, batch 64, with 32 outputs 6.2 or 2.6, but with 16 1.9 or 2.8.

@@ -2,8 +2,8 @@
 
 Arrays have one order here, for any layout of the layer: the input
 `[batch, *space, features]`, the kernel `[*taps, features / groups, outputs]` and the
-result `[batch, *space, outputs]`. Filter gradients have an order of their own: in it,
-arrays of layers with channels last need no transposition.
+result `[batch, *space, outputs]`. The forms for filter gradients, `by_outputs` and
+`by_sums`, use another order: arrays of channels-last layers need no transposition.
 """
 
 import functools
@@ -33,8 +33,8 @@ Form = Callable[
     [jax.Array, jax.Array, Sequence[Window], int, lax.PrecisionLike], jax.Array
 ]
 
-# Patches of 3x3 kernels are nine times the input. Above this size, only those of one
-# row of the kernel are in memory at a time.
+# Patches of 3x3 kernels are nine times the input. Above this size, only the patches of
+# one row of the kernel are in memory at a time.
 _PATCHES_BYTES = 16 * 2**20
 # Terms of one elementwise sum. More terms do not compile to faster code.
 _TERMS = 8
@@ -89,8 +89,8 @@ def by_patches(
     """
     x = pad(x, windows)
     first, *others = windows
-    numbers = math.prod(w.taps * w.outputs for w in windows) * x.shape[0] * x.shape[-1]
-    if first.taps == 1 or numbers * x.dtype.itemsize <= _PATCHES_BYTES:
+    count = math.prod(w.taps * w.outputs for w in windows) * x.shape[0] * x.shape[-1]
+    if first.taps == 1 or count * x.dtype.itemsize <= _PATCHES_BYTES:
         return _patches_times(x, kernel, windows, groups, precision)
     # One row of taps at a time, in a loop: otherwise XLA would make the patches of all
     # rows before the first product.
@@ -212,7 +212,7 @@ def without_zeros(
 ) -> jax.Array:
     """Apply `form` without the taps that meet only padding.
 
-    A dilated input of stride 1 is computed in phases, which are then interleaved.
+    With stride 1 over a dilated input, phases are computed and then interleaved.
     `form` is `by_patches` or `by_groups`; other arguments and the result are theirs.
     """
     cuts = [trimmed(w) for w in windows]
@@ -221,7 +221,7 @@ def without_zeros(
     if not _has_phases(windows):
         return form(x, kernel, windows, groups, precision)
     return _in_phases(
-        lambda taps, some: form(x, kernel[taps], some, groups, precision),
+        lambda taps, parts: form(x, kernel[taps], parts, groups, precision),
         windows,
         (x.shape[0],),
         (kernel.shape[-1],),
@@ -240,7 +240,7 @@ def _in_phases(
     after: tuple[int, ...],
     dtype: Any,
 ) -> jax.Array:
-    """Compute a dilated input's phases with `compute`, and interleave them.
+    """Compute the phases of a dilated input with `compute`, and interleave them.
 
     `compute` takes the taps and the windows of a phase, and returns an array of shape
     `[*before, *space, *after]`.
@@ -252,11 +252,11 @@ def _in_phases(
     parts = []
     choices = [_parts(w, s) for w, s in zip(windows, spread, strict=True)]
     for chosen in itertools.product(*choices):
-        some = [window for _, window in chosen if window is not None]
-        if len(some) < len(chosen):
+        phase = [window for _, window in chosen if window is not None]
+        if len(phase) < len(chosen):
             parts.append(jnp.zeros(shape, dtype))
             continue
-        y = compute(tuple(taps for taps, _ in chosen), some)
+        y = compute(tuple(taps for taps, _ in chosen), phase)
         missing = [(0, n - m) for n, m in zip(shape, y.shape, strict=True)]
         parts.append(jnp.pad(y, missing))
     y = jnp.stack(parts).reshape(*spread, *shape)
@@ -272,7 +272,7 @@ def _in_phases(
 
 
 def _parts(window: Window, spread: int) -> list[tuple[slice, Window | None]]:
-    """Return the taps and the window of `spread` phases; None: without an output."""
+    """List the taps and window of `spread` phases; window None: only zeros."""
     if spread == 1:
         return [(slice(None), window)]
     parts = [(phase.taps, phase.window) for phase in phases(window)]
@@ -286,7 +286,7 @@ def by_outputs(
     groups: int,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Compute a matrix product for each output position: filter gradients have few.
+    """Compute one matrix product for each output position, for filter gradients.
 
     `x[features, *space, batch]` and `kernel[features, *taps, outputs]`, with groups of
     the batch, give `[*space, batch / groups, outputs]`.
@@ -295,8 +295,8 @@ def by_outputs(
     batch = x.shape[-1] // groups
     if _has_phases(windows):  # Kernel gradients of transposed layers.
         return _in_phases(
-            lambda taps, some: by_outputs(
-                x, kernel[(slice(None), *taps)], some, groups, precision
+            lambda taps, parts: by_outputs(
+                x, kernel[(slice(None), *taps)], parts, groups, precision
             ),
             windows,
             (),
@@ -314,15 +314,15 @@ def by_outputs(
     weights = weights[:, 0]  # Without the axis of groups the products are not batched.
     if batch * math.prod(space) <= outputs:
         # All elements together are no larger than the kernel: read the kernel once.
-        # With the barrier XLA copies rows of the input; without it, single numbers,
-        # which takes three times as long.
+        # With the barrier XLA copies rows of the input. Without the barrier it copies
+        # single numbers, three times as slowly.
         stacked = lax.optimization_barrier(jnp.stack(list(positions)))
         y = product("pkn,ko->pno", stacked.reshape(-1, length, batch), weights)
         return y.reshape(*space, batch, outputs)
     parts = [e.reshape(length, batch) for e in positions]
     if length * (batch + outputs) <= batch * outputs:
-        # Copies of both operands are smaller than the result: copy those, so that the
-        # result is written once.
+        # Copies of both operands are smaller than the result: with these copies, XLA
+        # writes the result once.
         copies = jnp.broadcast_to(weights, (len(parts), *weights.shape))
         y = product("pkn,pko->pno", jnp.stack(parts), copies)
     else:
@@ -363,7 +363,7 @@ def _at_outputs(x: jax.Array, windows: Sequence[Window]) -> Iterator[jax.Array]:
 def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
     """Compute `sum(x * y)` over all but the last axis, as a tree of sums.
 
-    On CPUs, XLA vectorises elementwise sums of slices, but no reduction over leading
+    On CPUs, XLA vectorises elementwise sums of slices, but not reductions over leading
     axes.
     """
     product: jax.Array | None = None

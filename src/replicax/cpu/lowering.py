@@ -9,11 +9,11 @@ of two transposed arrays, with 73 GFLOPS. `_contract` merges the leading dimensi
 instead, which moves no data, and gets 206 GFLOPS: on one core a step takes 570 ms, not
 740.
 
-Along a residual stream the gradient of a layer's input is the gradient of its output
-plus the layer's own. XLA computes such a sum again in every operation that reads it,
-with all sums before it: the work grows with the square of the depth. XLA does not fuse
-`_written_sum` into its readers: a step takes 870 ms, not 1220, and compiles in 0.7 of
-the time.
+In a residual network the gradient at a layer's input is a sum: the gradient at the
+output plus the gradient through the layer. XLA repeats such a sum, and all sums before
+it, in every operation that reads it: the work grows with the square of the depth. XLA
+does not fuse `_written_sum` into its readers: a step takes 870 ms, not 1220, and
+compiles in 0.7 of the time.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ _FUSED = {
 # good; convolutional networks with short stages lose 5 % with 2, and nothing with 8.
 _MOST_SUMS = 12
 _MOST_VISITS = 256
-# Elements of a sum; XLA recomputes a smaller one at little cost.
+# Minimal elements of a written sum; XLA recomputes smaller sums at little cost.
 _SMALLEST = 2**14
 
 
@@ -127,7 +127,7 @@ _served_call_p.multiple_results = True
 _served_call_p.def_effectful_abstract_eval(
     lambda *_, jaxpr: (jaxpr.out_avals, jaxpr.effects)
 )
-# The implementation without `jax.jit`, as under `jax.disable_jit`.
+# The implementation outside of `jax.jit`, for example under `jax.disable_jit`.
 _served_call_p.def_impl(lambda *args, jaxpr: jaxpr_as_fun(jaxpr)(*args))
 mlir.register_lowering(_served_call_p, _lower_call, cacheable=False)
 allow_high_operations(_served_call_p)
@@ -164,12 +164,12 @@ def _lower(
     **params: Any,
 ) -> Any:
     """Lower an operation with the function from `serve`, or else with JAX's rule."""
-    ours = None
+    fn = None
     if _is_plain(ctx, params):
-        ours = serve(ctx, operands, params)
-    if ours is None:
+        fn = serve(ctx, operands, params)
+    if fn is None:
         return rule_of_jax(ctx, *operands, **params)
-    rule: Any = mlir.lower_fun(ours, multiple_results=False)
+    rule: Any = mlir.lower_fun(fn, multiple_results=False)
     return rule(ctx, *operands)
 
 

@@ -39,8 +39,8 @@ def use_huge_pages() -> bool:
     """Keep freed memory of this process, and back it with huge pages if possible.
 
     Returns False and does nothing without `REPLICAX_CPU=tuned`, Linux and glibc. Call
-    it after the first step of a program: it returns the compiler's memory, many small
-    pieces, to the kernel.
+    it after a program's first step: it also returns the memory that the compiler has
+    freed, many small pieces, to the kernel.
     """
     global _end
     libc = _libc()
@@ -71,8 +71,8 @@ def _libc() -> ctypes.CDLL | None:
     libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    # glibc unmaps an empty heap of a thread if the heap before it has more room than
-    # this pad, which no heap has.
+    # glibc unmaps a thread's empty heap if the previous heap has more room than this
+    # pad. No heap has that much room.
     libc.mallopt(_M_TOP_PAD, _THREADS_HEAP)
     return libc
 

@@ -1,8 +1,8 @@
 """Computes gradients of max and min pooling on CPUs, without select-and-scatter.
 
 XLA expands select-and-scatter to a slow reduction of windows and a scatter. Here one
-pass over the taps finds the chosen tap of all windows (the maximum or minimum), and the
-gradient is gathered from these.
+pass over the taps finds the chosen tap of each window, its maximum or minimum. Each
+element of the input gathers its gradient from the windows that chose it.
 
 Times below are milliseconds of XLA and of this module, on two cores with JAX 0.10.2,
 for float32 of shape `[batch, height, width, channels]`.
@@ -26,9 +26,9 @@ _KEEPS = {lax.ge_p: lax.ge, lax.le_p: lax.le}
 # The program has a few operations for each tap. [16, 32, 32, 64] with 3x3 and strides 1
 # takes 44 or 2.0, [2, 24, 24, 64] with 11x11 60 or 3.2; more was not measured.
 _MOST_TAPS = 128
-# Elements of the input from one window to the next, each with its own operations if
-# windows overlap. At [16, 24, 24, 64] disjoint windows of 3x3 take 6.6 or 0.5, of 6x6
-# 5.6 or 3.0, and of 8x8 (a quarter of the batch) 0.9 or 1.6.
+# Maximal product of the strides: overlapping windows have operations for each phase.
+# At [16, 24, 24, 64] disjoint windows of 3x3 take 6.6 or 0.5, of 6x6 5.6 or 3.0, and of
+# 8x8 (a quarter of the batch) 0.9 or 1.6.
 _MOST_PHASES = 32
 
 
@@ -52,9 +52,9 @@ def gradient(
 ) -> jax.Array:
     """Compute the gradient by the input of the pooling.
 
-    As in XLA's select-and-scatter, the first of equal elements of a window gets the
-    whole gradient, and any element after a NaN replaces the NaN. Padding gets none.
-    `source` is the gradient with respect to the pooling's output.
+    `source` is the gradient with respect to the pooling's output. As in XLA's
+    select-and-scatter, the first of equal elements of a window gets the whole gradient,
+    any element after a NaN replaces the NaN, and padding gets no gradient.
     """
     ones = [1] * operand.ndim
     windows = windows_of(
@@ -74,7 +74,7 @@ def gradient(
     chosen = _stored_roots(jnp.where(dy == 0, 0, squares))
     overlap = any(w.taps > w.stride for w in windows)
     # Windows over the innermost dimension, as of layers with channels first:
-    # [64, 32, 26, 26] with 2x2 takes 41, by broadcasts 7.9, by phases 2.7.
+    # [64, 32, 26, 26] with 2x2 takes 41 by XLA, 7.9 by broadcasts, 2.7 by phases.
     by = _by_phases if overlap or windows[-1].stride > 1 else _by_broadcasts
     return by(chosen, dy, windows).astype(operand.dtype)
 
@@ -85,7 +85,7 @@ def _taps(windows: Sequence[Window]) -> list[tuple[int, ...]]:
 
 
 def _chosen(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
-    """Find each window's chosen tap: the square of its number, from 1.
+    """Find each window's chosen tap; return the square of its number, from 1.
 
     In a window of padding only, the chosen tap is in the padding.
     """
@@ -124,7 +124,7 @@ def _stored_roots(squares: jax.Array) -> jax.Array:
 
 
 def _in_padding(windows: Sequence[Window], dim: int, tap: int) -> jax.Array | None:
-    """Mask the windows whose tap is in the padding of a dimension; None: none is."""
+    """Mask the windows whose tap is in a dimension's padding; None: no such window."""
     w = windows[dim]
     first = max(0, -((tap - w.low) // w.stride))
     end = min(w.outputs, max(0, -((tap - w.low - w.size) // w.stride)))
@@ -176,7 +176,7 @@ def _by_phases(
         (reach - 1, length - w.outputs, 0)
         for reach, length, w in zip(reaches, lengths, windows, strict=True)
     ]
-    # Without the barrier XLA would compute both again for each phase.
+    # Without the barrier XLA would pad both arrays again for each phase.
     chosen, dy = lax.optimization_barrier(
         (
             lax.pad(chosen, jnp.zeros((), chosen.dtype), edges),

@@ -2,7 +2,7 @@
 
 By default replicax only changes the programs that it compiles. `REPLICAX_CPU=tuned` in
 the environment also tunes the process: malloc, huge pages and scheduling classes of
-threads. `REPLICAX_CPU=off` leaves all of it out.
+threads. `REPLICAX_CPU=off` turns both off.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ HEAP_BYTES = 31 * 2**20
 
 By default XLA allocates all intermediate arrays of a step together. glibc's malloc
 reuses blocks of up to 32 MiB; a larger block comes from the kernel in every step, page
-by page. With pieces of 31 or 48 MiB a step of the benchmark's MLP takes 37 or 61 ms on
-two devices, one of the transformer 842 or 785 ms.
+by page. A step of the benchmark's MLP on two devices takes 37 ms with pieces of 31 MiB
+and 61 ms with 48 MiB; a step of the transformer takes 842 and 785 ms.
 """
 
 # JAX 0.10 to 0.12 have this flag. Asking XLA for its flags would take 20 ms.
@@ -44,7 +44,7 @@ _HEAP = "xla_multiheap_size_constraint_per_heap"
 # XLA of JAX 0.10 to 0.12 computes most convolutions with YNNPACK, on a single core. The
 # list below is the default of operations for YNNPACK without convolutions, which Eigen
 # then computes. On two cores with AVX-512 a step of a small CNN takes 10 ms with Eigen
-# and 17 with YNNPACK, of the benchmark's ResNet-18 103 and 124.
+# and 17 ms with YNNPACK; a step of the benchmark's ResNet-18 takes 103 and 124 ms.
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
 
@@ -80,8 +80,8 @@ def _choice() -> str:
 def keep_loops(environ: MutableMapping[str, str]) -> None:
     """Add a flag to `XLA_FLAGS`: XLA does not unroll loops of programs for CPUs.
 
-    XLA reads the variable once, when devices are first used. The variable stays as it
-    is if the user has set extra options in it, or a file of flags.
+    XLA reads the variable once, when devices are first used. The variable does not
+    change if it already has extra options or names a file of flags.
 
     Example:
         >>> environ = {"XLA_FLAGS": "--xla_dump_to=folder"}
@@ -112,8 +112,8 @@ def compiler_options(
     options: dict[str, int | str] = {_YNNPACK: _NO_CONVOLUTIONS}
     if largest_bytes <= HEAP_BYTES:
         options[_HEAP] = HEAP_BYTES
-    own = flags_in(environ)
-    return {name: value for name, value in options.items() if name not in own}
+    users = flags_in(environ)
+    return {name: value for name, value in options.items() if name not in users}
 
 
 def flags_in(environ: Mapping[str, str]) -> set[str]:
@@ -127,7 +127,7 @@ def flags_in(environ: Mapping[str, str]) -> set[str]:
 def in_batch_class(make: Callable[P, T]) -> Callable[P, T]:
     """Wrap the factory of JAX's Gloo: its thread gets Linux' batch scheduling class.
 
-    Only with `REPLICAX_CPU=tuned`. On one core, a message that arrives during a send
+    This needs `REPLICAX_CPU=tuned`. On one core, a message that arrives during a send
     wakes Gloo's thread, which spins for the connection's lock until its time slice
     ends, while the sender holds the lock: 4 ms a message, not 0.2. In the batch class a
     woken thread does not preempt the running one.
@@ -158,8 +158,8 @@ def cpu_pool_size(num_devices: int) -> int:
     """Compute the thread pool size with which CPU collectives do not deadlock.
 
     On two cores, a pool of 1 or 1.5 threads per device hangs; 2 threads per device
-    passed every soak test. Two more are a margin. The pool has a thread per core at
-    least.
+    passed every soak test. Two more threads are a margin. The pool has at least one
+    thread per core.
     """
     fewest = 2 * num_devices + 2 if num_devices > 1 else 1
     return max(fewest, os.cpu_count() or 1)

@@ -45,9 +45,9 @@ class Window:
 
 
 class Phase(NamedTuple):
-    """Every `input_dilation`-th output from `first` on: a convolution of some taps.
+    """Every `input_dilation`-th output from `first` on, computed from some taps.
 
-    Its window has no input dilation; None: no tap meets the input.
+    `window` has no input dilation, and is None if no tap meets the input.
     """
 
     first: int
@@ -68,8 +68,8 @@ def windows_of(
     columns = (strides, padding, input_dilation, dilation)
     rows = zip(input_shape, kernel_shape, *columns, strict=True)
     return tuple(
-        Window(size, taps, stride, low, high, spread, apart)
-        for size, taps, stride, (low, high), spread, apart in rows
+        Window(size, taps, stride, low, high, of_input, of_kernel)
+        for size, taps, stride, (low, high), of_input, of_kernel in rows
     )
 
 
@@ -83,10 +83,10 @@ def widened(dtype: Any) -> np.dtype:
 
 
 def trimmed(window: Window) -> tuple[slice, Window]:
-    """Find the taps that meet the input anywhere, and the window of only these taps.
+    """Drop outer taps that never meet the input; return the kept taps and their window.
 
     For example, one tap in nine of a 3x3 kernel meets a 1x1 image. At least one tap
-    stays.
+    is kept.
 
     Example:
         >>> trimmed(Window(size=1, taps=3, low=1, high=1))[0]
@@ -123,16 +123,16 @@ def phases(window: Window) -> Iterator[Phase]:
             (tap, first + tap * window.dilation - window.low)
             for tap in range(min(step, window.taps))
         )
-        start = next(((tap, at) for tap, at in offsets if at % spread == 0), None)
+        start = next((pair for pair in offsets if pair[1] % spread == 0), None)
         if start is None:
             yield Phase(first, slice(0, 0), None)
             continue
-        tap, at = start
+        tap, offset = start
         taps = len(range(tap, window.taps, step))
         outputs = len(range(first, window.outputs, spread))
         apart = step * window.dilation // spread
         reached = outputs + (taps - 1) * apart
-        low = -(at // spread)
+        low = -(offset // spread)
         yield Phase(
             first,
             slice(tap, None, step),

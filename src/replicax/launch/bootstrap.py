@@ -1,10 +1,10 @@
 """The bootstrap script of a local cluster's processes: tasks, and their guard.
 
-`replicax.launch.processes` starts it by its path, with only the standard library, so
-that it takes milliseconds. The task mode registers the process with the guard, pins it
-to its cores and executes the task. The guard mode waits for the end of the launcher,
-even by SIGKILL. Then it kills the tasks' process groups, which include the tasks' own
-children, and deletes their temporary folder.
+`replicax.launch.processes` runs this script by its path. The script imports only the
+standard library, so it starts in milliseconds. In task mode it registers its process
+with the guard, pins itself to cores and executes the task. In guard mode it waits for
+the end of the launcher, even by SIGKILL. Then it kills the tasks' process groups, which
+include the tasks' children, and deletes the tasks' temporary folder.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ import time
 from typing import NoReturn
 
 _CANNOT_START = 127  # A shell's exit status for a command that it cannot find.
-_LAST_WORDS_S = 1.0  # For processes that are just starting.
-_DELETIONS = 5
+_STRAGGLER_S = 1.0  # For tasks that are still starting or still writing files.
+_MAX_DELETIONS = 5
 
 
 def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoReturn:
@@ -29,9 +29,9 @@ def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoRe
     """
     os.write(guard, b"+%d\n" % os.getpid())
     os.close(guard)
-    # After the registration: if the guard ended before it, this check fails.
+    # Only after the registration: if the launcher ends later, the guard kills this.
     if os.getppid() != parent:
-        sys.exit("The process that starts this cluster is gone.")
+        sys.exit("The launcher of this cluster has exited.")
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     # A launcher in the background ignores SIGINT; its tasks must not inherit that.
@@ -46,27 +46,24 @@ def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoRe
 
 
 def guard(announcements: int, folder: str) -> None:
-    """Wait until the launcher exits or closes its pipe; then kill the groups left.
+    """Wait until the launcher exits or closes its pipe; then kill the remaining groups.
 
-    Standard input is the launcher's pipe: its end is the end of the launcher. Starting
-    tasks write their ids to the file descriptor `announcements`, which a task that is
-    frozen while it starts may hold open. The guard deletes the tasks' temporary
-    `folder` at last; empty: there is none.
+    Standard input is a pipe from the launcher. Starting tasks write their process ids
+    to the file descriptor `announcements`; a task that is frozen during its start may
+    keep this descriptor open. Finally the guard deletes the tasks' temporary `folder`,
+    unless the name is empty.
     """
     launcher = sys.stdin.fileno()
     for descriptor in (launcher, announcements):
         os.set_blocking(descriptor, False)
     groups: set[int] = set()
-    unread = {
-        launcher: b"",
-        announcements: b"",
-    }  # By open descriptor.
+    unread = {launcher: b"", announcements: b""}  # Incomplete lines by descriptor.
     while unread:
-        timeout = None if launcher in unread else _LAST_WORDS_S
+        timeout = None if launcher in unread else _STRAGGLER_S
         if not select.select(list(unread), [], [], timeout)[0]:
             break
-        # A task registers before the launcher can report its end. The launcher's pipe
-        # is read first and applied last, so each start is applied before its end.
+        # A task registers before the launcher reports the task's end. To keep this
+        # order, the launcher's pipe is read first and applied last.
         lines = {d: _read_lines(d, unread) for d in (launcher, announcements)}
         for line in lines[announcements] + lines[launcher]:
             (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
@@ -101,11 +98,11 @@ def _kill(groups: set[int]) -> None:
 
 
 def _delete(folder: str) -> None:
-    for _ in range(_DELETIONS):
+    for _ in range(_MAX_DELETIONS):
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
             return
-        time.sleep(_LAST_WORDS_S)  # A killed task may have created a last file.
+        time.sleep(_STRAGGLER_S)  # A killed task may have created a last file.
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from rich.text import Text
 __all__ = ["TaskConsole"]
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
-_LONGEST_LINE_BYTES = 1 << 24  # A task that never ends its line must not fill memory.
+_LONGEST_LINE_BYTES = 1 << 24  # A line without an end must not fill the memory.
 _KEPT_LINES = 100
 _REFRESH_S = 0.5
 
@@ -35,8 +35,8 @@ class TaskConsole:
         stream: The stream to write to; None: `sys.stdout`.
 
     Attributes:
-        error: The error of a write, such as to a closed terminal. After it the console
-            drops all output.
+        error: The error of a failed write, such as to a closed terminal. The console
+            drops the tasks' later output.
     """
 
     def __init__(self, names: Sequence[str], stream: IO[bytes] | None = None) -> None:
@@ -50,7 +50,7 @@ class TaskConsole:
         self._refresh_at = 0.0
 
     def pop_last_lines(self, name: str) -> list[str]:
-        """Return and forget the last lines of a task's output, at most a hundred."""
+        """Return and clear the last lines of a task's output, at most a hundred."""
         lines = [line.decode(errors="replace") for line in self._last_lines[name]]
         self._last_lines[name].clear()
         return [line.rstrip() for line in lines]
@@ -79,7 +79,7 @@ class TaskConsole:
 
     @contextlib.contextmanager
     def display(self, rows: Callable[[], Sequence[Sequence[str]]]) -> Iterator[None]:
-        """Show a line of texts per task while open, if the stream is a terminal."""
+        """On a terminal, show one row per task until the context exits."""
         console = Console(highlight=False)
         is_terminal = console.is_terminal and not console.is_dumb_terminal
         if self._stream is sys.stdout.buffer and is_terminal:
@@ -120,7 +120,7 @@ class TaskConsole:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the lock for a write, and keep an `OSError` as `error`."""
+        """Hold the lock during a write; store an `OSError` in `error`."""
         with self._lock:
             try:
                 yield
@@ -128,7 +128,7 @@ class TaskConsole:
                 self.error = error
 
     def _write_above(self, live: Live, text: str) -> None:
-        # Neither wrapped nor styled: tasks may use colors themselves.
+        # Do not wrap or style the text: it may contain the task's own colors.
         live.console.print(Segments([Segment(text)]), soft_wrap=True, end="")
 
 

@@ -56,7 +56,7 @@ def first_failure(
     """Find the first failure, which usually caused the others.
 
     Args:
-        exits: The tasks that exited with a code other than 0 by themselves, in order.
+        exits: Names and nonzero codes of tasks that exited by themselves, in order.
         reports: The tasks' reports, the earliest first.
     """
     codes = dict(exits)
@@ -129,11 +129,11 @@ def last_lines(failure: Failure) -> str:
           A
     """
     lines = (failure.traceback or "").rstrip().splitlines()
-    begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most")]
-    lines = lines[begins[-1] :] if begins else lines
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most")]
+    lines = lines[starts[-1] :] if starts else lines
     if len(lines) > _SHOWN_LINES:
-        # A traceback begins with the script's own line.
-        head = [*lines[:_FIRST_LINES], "  ..."] if begins else []
+        # A traceback starts with the script's own line.
+        head = [*lines[:_FIRST_LINES], "  ..."] if starts else []
         lines = [*head, *lines[len(head) - _SHOWN_LINES :]]
     shown = [f"  {line}" for line in lines]
     return "\n".join([f"The last lines of {failure.task}:", *shown]) if shown else ""
@@ -168,8 +168,8 @@ class RestartPolicy:
 
     Attributes:
         max_restarts: The maximal number of restarts.
-        backoff_seconds: The wait before the first restart; it doubles with each one, up
-            to a minute.
+        backoff_seconds: The wait before the first restart; doubles with each restart,
+            up to a minute.
         on_any: Whether to restart after permanent failures, too. No restart follows an
             interrupt (SIGINT).
     """
@@ -185,11 +185,11 @@ class RestartPolicy:
         return not is_retryable(failure.exit_code)
 
     def give_up(self, failure: Failure, steps: Sequence[int]) -> GiveUp | None:
-        """Return the reason why no restart follows a failure; None: one does.
+        """Return the reason against a restart after a failure; None: restart.
 
         Args:
             failure: The failure.
-            steps: The last step of each failed attempt, in order, with this failure's.
+            steps: The last step of each failed attempt, in order, this one included.
         """
         if self.is_permanent(failure):
             is_interrupted = exit_status(failure.exit_code) == ExitCode.INTERRUPTED

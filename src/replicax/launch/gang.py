@@ -53,12 +53,12 @@ class Gang:
             servers. Otherwise tasks continue from the step of their checkpoint.
         num_starts: Number of starts.
         exited: The exit codes of the tasks that have exited since the last start.
-        failed: The tasks that have failed, in the order of their exits.
+        failed: Names and exit codes of the failed tasks, in the order of their exits.
         failures: The first failure of each failed attempt.
-        steps: The last step of each of these attempts.
+        steps: The last step of each failed attempt; -1: unknown.
         restart_at: Time of the next restart; None: the tasks run, or have ended.
         ended: The final state in a word; None: the tasks have not ended.
-        leaving_until: Deadline of the exit of tasks whose script ended too early.
+        leaving_until: When tasks whose script ended too early must have exited.
     """
 
     names: Sequence[str]
@@ -100,7 +100,7 @@ class Gang:
         return "ended" if code else "done"
 
     def steps_by_task(self) -> dict[str, int]:
-        """The number of steps of each task that has made any."""
+        """The number of steps of each task that has trained."""
         steps = Counter(self._earlier_steps)
         steps.update(FailureReport.steps_by_task(self.folder))
         return steps
@@ -136,7 +136,7 @@ class Gang:
     def _clear_folder(self) -> None:
         """Delete reports of the last start, and files of tasks that were killed.
 
-        The folder itself stays: on a full disk no other one could be made.
+        The folder itself stays: a full disk might have no room for a new folder.
         """
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
@@ -149,7 +149,7 @@ class Gang:
 def gangs_of(command: ClusterCommand, folder: Path) -> list[Gang]:
     """Make the gangs of a cluster, with a folder for their reports.
 
-    One gang of all tasks; with parameter servers, a gang for each task.
+    All tasks form one gang; with parameter servers, each task is a gang of its own.
     """
     num_tasks = command.num_tasks
     shared = command.environment, command.variables

@@ -44,7 +44,7 @@ class Job(Supervisor):
         gangs: The tasks.
         processes: Their processes, which have been started.
         console: Writes their output.
-        signals: The signals that this process has received; it grows.
+        signals: The signals that this process has received; a handler appends to it.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Job(Supervisor):
         self._has_servers = "ps" in command.num_tasks
         self._is_done = False  # The chief's gang has succeeded.
         self._culprit: str | None = None  # The task whose failure ends the job.
-        self._failures: list[Failure] = []  # The failures without a restart.
-        self._reason = ""  # The reason for no restart, if no message gave it.
+        self._failures: list[Failure] = []  # The failures that no restart followed.
+        self._reason = ""  # Why no restart followed, for the summary.
 
     @property
     def is_waiting(self) -> bool:
@@ -93,7 +93,7 @@ class Job(Supervisor):
 
     def note_exits(self, codes: Mapping[str, int]) -> None:
         """Process the exit codes of the tasks that have exited just now."""
-        # The chief first: its end explains the others'.
+        # The chief first: its exit explains the exits of other tasks.
         names = sorted(codes, key=lambda n: (self._gang_of[n] is not self._chief, n))
         for name in names:
             gang = self._gang_of[name]
@@ -109,13 +109,13 @@ class Job(Supervisor):
                 is_done = 0 in gang.exited.values()
                 gang.ended = "done" if is_done else "ended"
                 self._is_done |= is_done and gang is self._chief
-        if self._has_lost_done_chief and not self._is_over:
+        if self._chief_failed_when_done and not self._is_over:
             self._is_done = True
-            self._say("The servers have ended, as the chief's script had.")
+            self._say("The servers have ended because the chief's script has ended.")
 
     @property
-    def _has_lost_done_chief(self) -> bool:
-        """Whether the chief was lost after the end of its script.
+    def _chief_failed_when_done(self) -> bool:
+        """Whether the chief has failed after the end of its script.
 
         A server exits with 0 when the chief has reported the end of its script.
         """
@@ -129,9 +129,9 @@ class Job(Supervisor):
         gang.failures.append(failure)
         gang.steps.append(self._steps_of(gang, reports))
         if self._culprit is not None or self.signal is not None:
-            self._failures.append(failure)  # A consequence.
+            self._failures.append(failure)  # A consequence of the first failure.
         elif (
-            self._is_done or self._has_lost_done_chief
+            self._is_done or self._chief_failed_when_done
         ) and not self._policy.is_permanent(failure):
             self._is_done = True
             self._say(f"{failure.message} The job is done without it.")
@@ -161,7 +161,7 @@ class Job(Supervisor):
         assert failure is not None
         number = self.signal
         if number is not None and failure.task in self._killed:
-            # The launcher has killed it after forwarding a signal.
+            # The launcher killed the task after forwarding a signal.
             message = f"{failure.task} did not end after {signal.Signals(number).name}."
             return dataclasses.replace(failure, exit_code=-number, message=message)
         return with_output(failure, self._console.pop_last_lines(failure.task))
@@ -172,9 +172,9 @@ class Job(Supervisor):
             reported = [step for report in reports for step in report.steps.values()]
             return max([*reported, *gang.steps_by_task().values()], default=-1)
         # Servers and the chief of a `ClusterCoordinator` train no steps themselves.
-        is_of_all = gang is self._chief or gang.names[0].startswith("ps")
-        gangs = self._gangs if is_of_all else [gang]
-        return sum(sum(one.steps_by_task().values()) for one in gangs)
+        trains_none = gang is self._chief or gang.names[0].startswith("ps")
+        gangs = self._gangs if trains_none else [gang]
+        return sum(sum(gang.steps_by_task().values()) for gang in gangs)
 
     def _permanently_failing(self) -> str | None:
         """Find a task that has reported a permanent failure but not yet exited."""
@@ -188,15 +188,15 @@ class Job(Supervisor):
     def _fail_for_good(self, gang: Gang, failure: Failure, reason: str) -> None:
         self._failures.append(failure)
         is_permanent = self._policy.is_permanent(failure) and not self._is_done
-        rest = "the others go on"
+        outcome = "the others go on"
         if gang is self._chief or failure.task.startswith("ps") or is_permanent:
             self._culprit = failure.task
-            rest = "the job cannot go on"
+            outcome = "the job cannot go on"
         if self._has_servers:
-            self._say(f"{failure.message} {reason}: {rest}.")
+            self._say(f"{failure.message} {reason}: {outcome}.")
 
     def _restart(self) -> None:
-        """Restart the gangs whose wait has ended, or none after the end of the job."""
+        """Restart the gangs whose wait has ended; after the end of the job, none."""
         waiting = [gang for gang in self._gangs if gang.restart_at is not None]
         for gang in waiting:
             if self._is_over:
@@ -207,11 +207,11 @@ class Job(Supervisor):
                     self._reason = "a signal came before the restart"
             elif gang.restart_at is not None and gang.restart_at <= time.monotonic():
                 for name, environment in gang.begin().items():
-                    self._console.pop_last_lines(name)  # Of the last attempt.
+                    self._console.pop_last_lines(name)  # Drop the last attempt's.
                     self.restart(name, environment)
 
     def progress(self) -> list[tuple[str, ...]]:
-        """A line of texts per task: its name, state, steps and restarts."""
+        """One row per task: its name, state, steps and restarts."""
         lines = []
         for gang in self._gangs:
             steps, num = gang.steps_by_task(), gang.num_restarts
@@ -241,16 +241,16 @@ class Job(Supervisor):
 
     def _end_the_rest(self, gang: Gang) -> None:
         if self.signal is not None:
-            return  # They are in their grace period already.
+            return  # The tasks are in their grace period already.
         if gang.leaving_until is None:
             gang.leaving_until = time.monotonic() + _LEAVE_S
         rest = set(gang.names) - set(gang.exited) - set(self._kill_at)
         if rest and time.monotonic() < gang.leaving_until:
-            # A task whose script has ended still exits with a status of its own.
+            # Let a task whose script has ended exit by itself, with its own status.
             rest -= {r.culprit for r in gang.reports if r.kind == "exited"}
         if rest:
-            what = describe_exit(*gang.failed[0])
-            self._say(f"{what} Ending {listed(sorted(rest))}.")
+            cause = describe_exit(*gang.failed[0])
+            self._say(f"{cause} Ending {listed(sorted(rest))}.")
             self.terminate(rest)
 
     def _shut_down(self) -> None:
@@ -283,8 +283,8 @@ class Job(Supervisor):
                 self._say(f"The job is done, after {restarts}.")
             return ExitCode.DONE
         if self._reason == CRASH_LOOP.in_summary:
-            begin = self._chief.failures[0]
-            text = f"{begin.message}\n{begin.traceback or ''}".rstrip()
+            failure = self._chief.failures[0]
+            text = f"{failure.message}\n{failure.traceback or ''}".rstrip()
             self._say(f"The first failure of the first attempt:\n{text}")
         elif lines := last_lines(first):
             self._say(lines)
@@ -302,8 +302,8 @@ class Job(Supervisor):
         return status
 
     def _first_failure(self) -> Failure | None:
+        # The culprit's last failure, or else the first failure of any task.
         of_culprit = [f for f in self._failures if f.task == self._culprit]
-        # Else the first one.
         first = next(reversed(of_culprit), next(iter(self._failures), None))
         is_server = first is not None and first.task.startswith("ps")
         if first is not None and is_server and first.exit_code == ExitCode.FAILED:
@@ -317,6 +317,6 @@ class Job(Supervisor):
 
 
 def _server_without_values(reports: Sequence[FailureReport]) -> str | None:
-    """Find a server that has lost its values according to a task's report."""
+    """Find a server that has lost its values, from the tasks' reports."""
     lost = (r.culprit for r in reports if r.kind == "values lost")
     return next(lost, None)

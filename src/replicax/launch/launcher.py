@@ -23,10 +23,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def launch(command: ClusterCommand, policy: RestartPolicy | None = None) -> int:
     """Run a cluster's tasks until they are done, or have failed permanently.
 
-    After a failure with a retryable exit code, see `ExitCode`, it restarts all tasks;
-    with parameter servers only the failed task. It forwards SIGINT, SIGTERM and SIGHUP
-    to the tasks, and restarts none after that; a second SIGINT kills the tasks. Must be
-    called in the main thread.
+    A retryable exit code (see `ExitCode`) restarts all tasks, or, with parameter
+    servers, the failed task. SIGINT, SIGTERM and SIGHUP are forwarded to the tasks, and
+    no restart follows. A second SIGINT kills the tasks. Call this function in the main
+    thread.
 
     Args:
         command: The command of the tasks.
@@ -50,7 +50,7 @@ def _run(command: ClusterCommand, policy: RestartPolicy, signals: Sequence[int])
         gangs = gangs_of(command, Path(folder))
         with TaskProcesses(
             dict.fromkeys(names, command.command),
-            {name: own for gang in gangs for name, own in gang.begin().items()},
+            {name: env for gang in gangs for name, env in gang.begin().items()},
             on_output=console.write,
             cores=command.cores,
             folder=Path(folder),
@@ -63,7 +63,7 @@ def _run(command: ClusterCommand, policy: RestartPolicy, signals: Sequence[int])
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """While open, append the received signals that end a process to a list.
+    """Record SIGINT, SIGTERM and SIGHUP in a list until the context exits.
 
     An ignored signal, such as SIGHUP under nohup, stays ignored.
     """

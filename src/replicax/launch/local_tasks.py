@@ -88,7 +88,7 @@ def tf_configs(num_tasks: Mapping[str, int]) -> dict[str, str]:
 def ps_token(
     num_tasks: Mapping[str, int], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Make the authentication token of the parameter servers, if there is none.
+    """Make the parameter servers' authentication token, unless one is set.
 
     Example:
         >>> ps_token({"worker": 2}, {})
@@ -106,8 +106,8 @@ def ps_token(
 def free_ports(count: int) -> list[int]:
     """Find different free TCP ports.
 
-    They are below the system's ephemeral ports: an outgoing connection could use such a
-    port before its task does.
+    All are below the system's ephemeral ports, which an outgoing connection could take
+    before the task does.
 
     Example:
         >>> len(set(free_ports(3)))
@@ -120,8 +120,8 @@ def free_ports(count: int) -> list[int]:
         if _is_free(port):
             ports.append(port)
     raise RuntimeError(
-        f"This machine has {len(ports)} free TCP ports from {_FIRST_PORT} up to those "
-        f"of outgoing connections; {count} are needed."
+        f"This machine has {len(ports)} free TCP ports from {_FIRST_PORT} to the "
+        f"first ephemeral port; {count} are needed."
     )
 
 
@@ -130,7 +130,7 @@ def _candidate_ports() -> Iterator[int]:
         end = int(_EPHEMERAL_RANGE.read_text().split()[0])
     except FileNotFoundError:  # Not on Linux.
         end = _FIRST_EPHEMERAL_PORT
-    # At random: clusters that start at the same time look at different ports.
+    # At random, so that clusters that start together try different ports.
     candidates = range(_FIRST_PORT, max(end, _FIRST_PORT + 1000))
     yield from random.SystemRandom().sample(candidates, len(candidates))
 
@@ -182,11 +182,11 @@ def divide_gpus(
         return {}
     names = task_names({job: num_tasks.get(job, 0) for job in ("chief", "worker")})
     gpus = visible_gpus(environment)
-    share = len(gpus) // max(1, len(names))
-    if len(names) < 2 or not share:
+    num = len(gpus) // max(1, len(names))
+    if len(names) < 2 or not num:
         return {}
-    gpus_of = {name: gpus[i * share : (i + 1) * share] for i, name in enumerate(names)}
-    if rest := gpus[len(names) * share :]:
+    gpus_of = {name: gpus[i * num : (i + 1) * num] for i, name in enumerate(names)}
+    if rest := gpus[len(names) * num :]:
         gpus_of["evaluator:0"] = rest
     variables = {n: {CUDA_VISIBLE_DEVICES: ",".join(x)} for n, x in gpus_of.items()}
     return {"evaluator:0": {"JAX_PLATFORMS": "cpu"}} | variables

@@ -27,8 +27,8 @@ _PERMANENT_CODES = [code for code in range(1, 256) if not is_retryable(code)]
 def jobset(job: TrainingJob) -> _Document:
     """Make the job's `JobSet` of `jobset.x-k8s.io/v1alpha2`.
 
-    It restarts all tasks together when one exits with a retryable code or its pod is
-    evicted. A permanent exit code ends the job.
+    Kubernetes restarts all tasks together when a task exits with a retryable code or a
+    pod is evicted. A permanent exit code ends the job.
 
     Example:
         >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
@@ -75,8 +75,8 @@ def _metadata(job: TrainingJob) -> _Document:
 
 def _replicated_job(job: TrainingJob, role: str) -> _Document:
     env = [
-        # Kubernetes expands references to earlier variables only. It would append the
-        # index variable after TF_CONFIG, which refers to the variable.
+        # Before TF_CONFIG, which refers to it: Kubernetes expands only references to
+        # earlier variables, and would append this variable itself at the end.
         _from_pod(_INDEX_VARIABLE, _INDEX_PATH),
         {"name": "TF_CONFIG", "value": _tf_config(job, role)},
         _from_pod(ATTEMPT, _ATTEMPT_PATH),

@@ -1,4 +1,4 @@
-"""Runs tasks as processes: starts them, reads their output, kills the rest."""
+"""Runs tasks as processes: starts them, reads their output and kills them."""
 
 import contextlib
 import os
@@ -82,9 +82,9 @@ class TaskProcess:
             return self._ended_at is not None
 
     def set_exit_code(self, output: IO[bytes]) -> bool:
-        """Set the exit code if the task and its output have ended; return whether.
+        """Set `exit_code` if the task and its output have ended; return True if so.
 
-        A second after the end of the task it ignores an open output.
+        An output that stays open counts as ended a second after the task.
         """
         if not self.poll() or self._ended_at is None:
             return False
@@ -97,18 +97,18 @@ class TaskProcess:
 class _Guard:
     """A process that kills the tasks when this process dies, even by SIGKILL.
 
-    Starting tasks write their ids to the file descriptor `announcements`. At last the
-    guard deletes the tasks' temporary `folder`.
+    Starting tasks write their ids to the file descriptor `announcements`. Finally
+    the guard deletes the tasks' temporary `folder`.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        guards_end, self.announcements = os.pipe()
+        read_end, self.announcements = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [*_PYTHON, "guard", str(guards_end), str(folder or "")],
+                [*_PYTHON, "guard", str(read_end), str(folder or "")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(guards_end,),
+                pass_fds=(read_end,),
                 start_new_session=True,
                 bufsize=0,
             )
@@ -116,23 +116,23 @@ class _Guard:
             os.close(self.announcements)
             raise
         finally:
-            os.close(guards_end)
+            os.close(read_end)
         assert self._process.stdin is not None
-        self._line = self._process.stdin
+        self._pipe = self._process.stdin
 
     def send(self, message: bytes) -> None:
         """Report the start (`+id`) or the end (`-id`) of a task."""
         with contextlib.suppress(BrokenPipeError, ValueError):
-            self._line.write(message)
+            self._pipe.write(message)
 
     def dismiss(self) -> None:
         """Make the guard kill the remaining tasks, and exit.
 
         Tasks remain only after an exception during the start of a process.
         """
-        if not self._line.closed:
+        if not self._pipe.closed:
             os.close(self.announcements)
-            self._line.close()
+            self._pipe.close()
         try:
             self._process.wait(_KILL_S)
         except subprocess.TimeoutExpired:
@@ -177,7 +177,7 @@ class TaskProcesses:
         self._new_task = new_task
         self._outputs: dict[str, IO[bytes]] = {}
         self._changed = threading.Condition()
-        # Held while an exit is processed: a restart must come after it.
+        # Held while an exit is processed, so that a restart comes afterwards.
         self._finishing = threading.Lock()
         self._closing = False
         self._error: BaseException | None = None
@@ -246,16 +246,16 @@ class TaskProcesses:
         return [name for name, task in self.tasks.items() if task.exit_code is None]
 
     def exit_codes(self, names: Iterable[str]) -> dict[str, int]:
-        """The exit codes of the tasks that have ended, among these."""
+        """The exit codes of the named tasks, without tasks that still run."""
         codes = {name: self.tasks[name].exit_code for name in names}
         return {name: code for name, code in codes.items() if code is not None}
 
     def wait_until(
         self, reached: Callable[[], bool], timeout_seconds: float | None = None
     ) -> bool:
-        """Wait until `reached()`, tested whenever there is output or a task ends.
+        """Wait until `reached()`, tested after each output and each end of a task.
 
-        Returns whether it was reached in time; re-raises an exception of `on_output`.
+        Returns `reached()`, False after a timeout; re-raises errors of `on_output`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or reached(), timeout_seconds)

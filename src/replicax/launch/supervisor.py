@@ -84,7 +84,7 @@ class Supervisor:
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
-        for name in [name for name, end in self._kill_at.items() if end <= now]:
+        for name in [name for name, at in self._kill_at.items() if at <= now]:
             # The entry stays, so that the task is not terminated again.
             self._kill_at[name] = float("inf")
             if name in self._processes.running:

@@ -36,7 +36,7 @@ class TrainingJob:
         checkpoint_path: The mount point of that claim.
 
     Raises:
-        ValueError: If Kubernetes would refuse one of these.
+        ValueError: If Kubernetes would reject one of these attributes.
 
     Example:
         >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
@@ -99,15 +99,15 @@ def _bad_words(job: TrainingJob) -> Iterator[str]:
             )
         elif name in _SET_BY_MANIFESTS:
             yield f"{name} is set by the manifest itself; leave it out of the env."
-    for what, value, example in (
+    for resource, value, example in (
         ("cpus", job.cpus, "4"),
         ("memory", job.memory, "8Gi"),
     ):
         match = _QUANTITY.fullmatch("1" if value is None else value)
         if match is None or float(match[1]) <= 0:
             yield (
-                f"{what} is no Kubernetes quantity above zero; got {value!r}, expected "
-                f"for example {example!r}."
+                f"{resource} is no Kubernetes quantity above zero; got {value!r}, "
+                f"expected for example {example!r}."
             )
     if not re.fullmatch(r"/[^:\s]+", job.checkpoint_path):
         yield (
@@ -143,8 +143,8 @@ def _bad_names(job: TrainingJob) -> Iterator[str]:
     longest = max(pods, key=len, default="")
     if (excess := len(longest) - _MAX_LABEL) > 0:
         yield (
-            f"The name is too long by {excess}: pods would be called {longest!r}, and "
-            f"host names end at {_MAX_LABEL} characters; got {job.name!r} with "
+            f"The name is too long by {excess}: a pod's name would be {longest!r}, "
+            f"with more than {_MAX_LABEL} characters; got {job.name!r} with "
             f"{len(job.name)}. Choose a shorter name."
         )
     if job.namespace is not None and not _fits(job.namespace, _NAMESPACE, _MAX_LABEL):

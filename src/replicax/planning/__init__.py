@@ -10,5 +10,5 @@ compiles the step with the compiler that `compiler` finds. `hlo` parses the resu
 `hlo_summary` counts its collectives, `schedule` times a GPU's kernels in their order,
 and `work` the rest by a roofline model (`roofline`). `report` shows the result.
 
-It uses strategies by their dry run (`strategies.dry_run`); no other folder imports it.
+`strategies.dry_run` drives the strategies. No other folder imports this folder.
 """

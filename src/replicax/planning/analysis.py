@@ -52,15 +52,15 @@ def plan(
         step: A replica function for `strategy.run` that calls `optimizer.apply`, or a
             compiled Keras model.
         args: For a replica function: its arguments. A `jax.ShapeDtypeStruct` may
-            replace an array. A `PerReplica` is `[R, ...]` with an entry for each chip
-            of the topology; of a `PerReplica` of `strategy`, only an entry's shape
-            counts. For a model: one global batch `(x, y)` or `(x, y, sample_weight)`,
-            with leaves `[B, ...]` for all chips together.
+            replace an array. A `PerReplica` is `[R, ...]` with one entry per chip of
+            the topology; with another R, only the shape of an entry counts. For a
+            model: one global batch `(x, y)` or `(x, y, sample_weight)`, with leaves
+            `[B, ...]` for all chips together.
         kwargs: Keyword arguments of a replica function.
         topology: A slice of TPU chips, such as `"v5e:2x4"`; NVIDIA GPUs, `"h100:8"` of
             one host or `"h100:4x8"` of four; or devices of this machine, `"cpu:8"` or
-            `"gpu:4"`. Only the last need be here.
-        num_slices: Number of slices of TPUs, which their hosts' network joins.
+            `"gpu:4"`. Other hardware than this machine's may be absent.
+        num_slices: Number of TPU slices, which the hosts' network connects.
         link_bandwidth: Bytes per second, in one direction, that a device sends to the
             other devices of its slice or host; None: the published figure.
         network_bandwidth: Bytes per second of a device's share of its host's network;
@@ -112,28 +112,28 @@ def analyse(capture: Capture, topology: DeviceTopology) -> Plan:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _plan_without_room(capture, topology, str(error))
-    text = read_program(compiled.as_text() or "")
-    work = count_work(compiled, text, capture.num_steps, topology.rates)
-    parts = StepCollectives(
-        topology, capture.num_devices, text.collectives, capture.num_steps
+    summary = read_program(compiled.as_text() or "")
+    work = count_work(compiled, summary, capture.num_steps, topology.rates)
+    step_collectives = StepCollectives(
+        topology, capture.num_devices, summary.collectives, capture.num_steps
     )
-    time = parts.step_time(work)
+    time = step_collectives.step_time(work)
     memory = _memory(compiled.memory_analysis(), topology)
     fits = memory is None or memory.capacity is None or memory.peak <= memory.capacity
-    scaling = parts.scaling(work)
-    limit, advice = first_limit(time, fits=fits, num_devices=parts.size)
+    scaling = step_collectives.scaling(work)
+    limit, advice = first_limit(time, fits=fits, num_devices=step_collectives.size)
     return Plan(
         **_facts(capture, topology),
         fits=fits,
         memory=memory,
         flops=work.flops,
         bytes_accessed=work.bytes,
-        collectives=parts.uses,
+        collectives=step_collectives.uses,
         time=time,
         scaling=scaling,
         limit=limit,
         advice=advice,
-        notes=_notes(text, topology, memory, work, parts.size, scaling),
+        notes=_notes(summary, topology, memory, work, step_collectives.size, scaling),
     )
 
 
@@ -185,14 +185,14 @@ def _memory(stats: Any, topology: DeviceTopology) -> Memory | None:
 
 
 def _notes(
-    text: ProgramSummary,
+    summary: ProgramSummary,
     topology: DeviceTopology,
     memory: Memory | None,
     work: Work,
     size: int,
     scaling: Sequence[Scale],
 ) -> tuple[str, ...]:
-    notes = _notes_of_loops(text, work)
+    notes = _notes_of_loops(summary, work)
     chip = topology.chip
     if topology.num_slices > 1 and chip and topology.rates.network_bandwidth is None:
         notes.append(
@@ -217,18 +217,18 @@ def _notes(
     return tuple(notes)
 
 
-def _notes_of_loops(text: ProgramSummary, work: Work) -> list[str]:
-    loops = len(text.trip_counts) - work.is_loop_of_steps
-    unknown = sum(trips is None for trips in text.trip_counts)
+def _notes_of_loops(summary: ProgramSummary, work: Work) -> list[str]:
+    loops = len(summary.trip_counts) - work.is_loop_of_steps
+    unknown = sum(trips is None for trips in summary.trip_counts)
     if work.schedule is not None:
         loops = unknown  # The schedule counts all known iterations.
     if not loops:
         return []
-    what = f"{loops} loop{'s' if loops > 1 else ''} in the step"
+    subject = f"{loops} loop{'s' if loops > 1 else ''} in the step"
     if work.schedule is not None:
-        return [f"{what} of unknown length: one iteration of each counts."]
+        return [f"{subject} of unknown length: one iteration of each counts."]
     once = f"; FLOPs of {unknown} of unknown length, too" if unknown else ""
-    return [f"{what}: bytes moved count one iteration of each{once}."]
+    return [f"{subject}: bytes moved count one iteration of each{once}."]
 
 
 def _notes_of_memory(memory: Memory | None, *, is_card: bool) -> list[str]:

@@ -188,7 +188,7 @@ def capture_fit(
     capture = Capture(topology)
     arrays = _as_arrays(tuple(batch), strategy.num_replicas_in_sync)
     attributes = {name: getattr(model, name, None) for name in _CHANGED_BY_FIT}
-    model.train_function = None  # Compile it for the topology.
+    model.train_function = None  # Let `fit` compile it for the topology.
     why_not = (
         f"fit of model {model.name!r} ended without a step of {strategy!r}. Make and "
         "compile the model in the strategy's scope."
@@ -207,9 +207,9 @@ def capture_fit(
 def compile_lowered(
     lowered: jax.stages.Lowered, devices: Sequence[Device]
 ) -> jax.stages.Compiled:
-    """Compile a program; for described devices without JAX's cache on disk.
+    """Compile a program, without JAX's disk cache for described devices.
 
-    The cache can write programs for described devices, but cannot read them.
+    JAX can write their programs to the cache, but cannot read them back.
     """
     if not is_described(devices[0]):
         return lowered.compile()
@@ -243,7 +243,7 @@ def _shapes(values: Sequence[PyTree]) -> list[PyTree]:
 
 
 def _as_arrays(tree: PyTree, num_replicas: int) -> PyTree:
-    """Replace each `ShapeDtypeStruct` by an array; give all replicas entries."""
+    """Replace `ShapeDtypeStruct`s by arrays; give each `PerReplica` all entries."""
 
     def array(x: PyTree) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -256,7 +256,7 @@ def _as_arrays(tree: PyTree, num_replicas: int) -> PyTree:
             return array(x)
         if x.array.shape[:1] == (num_replicas,):
             return x.with_array(jax.tree.map(array, x.array))
-        # The values of another number of replicas: only the shape of an entry counts.
+        # Made for another number of replicas: only the shape of an entry counts.
         shape = (num_replicas, *x.array.shape[1:])
         return PerReplica(array(jax.ShapeDtypeStruct(shape, x.array.dtype)))
 

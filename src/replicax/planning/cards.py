@@ -20,7 +20,7 @@ _ATTAINED_FLOPS = 0.8
 _ATTAINED_BANDWIDTH = 0.85
 
 MAX_CARDS = 8
-"""Cards of the largest host, which links join."""
+"""Number of cards in the largest host; links connect all of them."""
 _MAX_HOSTS = 128
 
 _TARGET = """
@@ -76,7 +76,7 @@ class Card:
         )
 
     def domain(self, device: Device) -> int:
-        """The index of a card's host, within which links join the cards."""
+        """The index of a card's host; links connect the cards of one host."""
         return device.process_index
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:

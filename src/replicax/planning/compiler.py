@@ -19,7 +19,7 @@ _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def find_libtpu(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Find libtpu's file: the file in `LIBRARY_PATH`, or of the installed package."""
+    """Find libtpu's file: the one that `LIBRARY_PATH` names, or the installed one."""
     named = environ.get(LIBRARY_PATH)
     if named and Path(named).is_file():
         return Path(named)
@@ -60,8 +60,8 @@ def require_cuda(topology: str) -> None:
     extra = plugin.removeprefix("jax-").removesuffix("-plugin")
     raise ImportError(
         f"plan: compiling for {topology} needs the CUDA compiler in the version of "
-        f"JAX: {plugin} is {version}, and jaxlib is {jax_version}, which does not load "
-        f"it. Install the right one with: pip install 'jax[{extra}]=={jax_version}'"
+        f"JAX: {plugin} is {version}, and jaxlib is {jax_version}. Install "
+        f"the plugin for this jaxlib with: pip install 'jax[{extra}]=={jax_version}'"
     )
 
 

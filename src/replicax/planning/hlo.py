@@ -89,11 +89,11 @@ class Call:
     """One call path from the program's entry to a computation.
 
     Attributes:
-        caller: The instruction that calls the computation; None: it is the entry.
-        times: Number of executions; a loop of unknown length counts once.
+        caller: The instruction that calls the computation; None for the entry.
+        times: Number of executions; a loop of unknown length executes once.
         trips: For the body of a loop: the number of iterations; None: unknown.
         is_async: Whether the program continues during the computation.
-        is_fused: Whether it is part of a fusion, which stores no inner results.
+        is_fused: Whether the computation is in a fusion, which stores only its result.
     """
 
     computation: str
@@ -127,7 +127,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def calls(computations: Mapping[str, Computation], entry: str) -> Iterator[Call]:
-    """Yield the call paths from the entry to computations, except loops' conditions."""
+    """Yield each call path from the entry to a computation, except to conditions."""
     waiting = [Call(computation=entry)]
     while waiting:
         call = waiting.pop(0)
@@ -154,13 +154,13 @@ def _instruction(line: str) -> Instruction | None:
     opcode = _OPCODE.match(rest)
     if opcode is None:
         return None
-    inside, attributes = split_shape(rest[opcode.end() - 1 :])
+    arguments, attributes = split_shape(rest[opcode.end() - 1 :])
     return Instruction(
         name=match[2],
         shape=shape,
         opcode=opcode[1],
-        operands=tuple(_OPERAND.findall(inside)),
-        literal=inside[1:-1],
+        operands=tuple(_OPERAND.findall(arguments)),
+        literal=arguments[1:-1],
         attributes=attributes,
         is_root=bool(match[1]),
     )
@@ -171,7 +171,7 @@ def called(
 ) -> Iterator[Call]:
     """Yield the paths of the computations that an instruction of `call` calls."""
     if instruction.opcode in ("async-update", "async-done"):
-        return  # `async-start` has already called the computation that they name.
+        return  # The path was already yielded for their `async-start`.
     names = _CALLED.findall(instruction.attributes)
     for branches in _BRANCHES.findall(instruction.attributes):
         names += [("branch", name) for name in _OPERAND.findall(branches)]
@@ -198,7 +198,7 @@ def called(
 
 
 def _trip_count(
-    loop: Instruction, around: Computation, condition: Computation
+    loop: Instruction, enclosing: Computation, condition: Computation
 ) -> int | None:
     if trip_count := _TRIP_COUNT.search(loop.attributes):
         return int(trip_count[1])
@@ -207,11 +207,11 @@ def _trip_count(
     if root is None or root.opcode != "compare" or "=LT" not in root.attributes:
         return None
     counter, bound = (condition.get(name) for name in root.operands)
-    state = around.get(loop.operands[0]) if loop.operands else None
+    state = enclosing.get(loop.operands[0]) if loop.operands else None
     index = _INDEX.search(counter.attributes) if counter is not None else None
     if bound is None or index is None or state is None or state.opcode != "tuple":
         return None
-    first = _constant(state.operands[int(index[1])], around)
+    first = _constant(state.operands[int(index[1])], enclosing)
     last = _constant(bound.name, condition)
     return None if first is None or last is None else max(last - first, 0)
 
@@ -258,7 +258,7 @@ def on_chip_bytes(shape: str) -> int:
 
 
 def elements(shape: str) -> list[str]:
-    """The elements of a tuple shape, which may be tuples; of others the shape itself.
+    """Split a tuple shape into its elements; an array's shape is its own element.
 
     Example:
         >>> elements("((f32[2]{0}, f32[]), u32[])")
@@ -276,7 +276,7 @@ def elements(shape: str) -> list[str]:
 
 
 def split_shape(text: str) -> tuple[str, str]:
-    """Split `text` into the shape at its beginning, and the rest."""
+    """Split `text` after the shape or the parentheses at its beginning."""
     if not text.startswith("("):
         shape, _, rest = text.partition(" ")
         return shape, rest.lstrip()
@@ -332,7 +332,7 @@ def replica_groups(attributes: str) -> Groups:
 
 
 def source_target_groups(attributes: str) -> Groups:
-    """Parse the groups of devices that send to each other, also over other devices.
+    """Parse the groups of devices that sends connect, directly or in a chain.
 
     Example:
         >>> source_target_groups("source_target_pairs={{0,1},{1,0},{2,3}}")
@@ -378,7 +378,7 @@ def _from_iota(shape: list[int], reshape: list[int], order: str | None) -> Group
 
 
 def _from_mesh(match: re.Match[str]) -> Groups:
-    """Parse `mesh['a'=2,'b'=4] {'b'}`: a group's devices differ only in axis `b`.
+    """Parse `mesh['a'=2,'b'=4] {'b'}`: devices of a group differ only in axis `b`.
 
     `device_ids=` lists the devices of a mesh in another order than 0, 1, 2, ... In
     `'b':(2)2`, axis `b` is split into 2 x 2 x the rest, and devices differ in the
@@ -397,14 +397,14 @@ def _from_mesh(match: re.Match[str]) -> Groups:
         for name, before, size in _AXIS.findall(match["over"])
     }
     shape: list[int] = []
-    moving: list[int] = []
+    group_dims: list[int] = []
     for name, total in sizes.items():
         before, size = over.get(name, (1, 1))
-        moving += [len(shape) + 1] * (name in over)
+        group_dims += [len(shape) + 1] * (name in over)
         shape += [before, size, total // (before * size)]
-    staying = [i for i in range(len(shape)) if i not in moving]
-    rows = ids.reshape(shape).transpose([*staying, *moving])
-    rows = rows.reshape(-1, math.prod(shape[i] for i in moving))
+    other_dims = [i for i in range(len(shape)) if i not in group_dims]
+    rows = ids.reshape(shape).transpose([*other_dims, *group_dims])
+    rows = rows.reshape(-1, math.prod(shape[i] for i in group_dims))
     return tuple(tuple(row) for row in rows.tolist())
 
 

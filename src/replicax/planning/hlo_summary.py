@@ -1,7 +1,7 @@
 """Summarizes a compiled program: collectives, loops, bytes that stay on the chip.
 
-The only source is XLA's text. A loop whose trip count the text does not contain counts
-as one iteration, and its trip count as unknown.
+The only source is XLA's text. A loop counts as one iteration if the text does not
+contain its trip count.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ FREE = {
     "tuple",
     "while",
 }
-"""Opcodes that do no work: they name a value, or call computations counted apart."""
+"""Opcodes without work of their own: they name values or call computations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class Collective:
         dtype: XLA's name of the element type, such as `"f32"`; several are joined by
             `"+"`.
         bytes: Payload of one collective on one device: the input of an all-reduce or
-            reduce-scatter, the output of an all-gather, what other kinds send.
+            reduce-scatter, the output of an all-gather, else the bytes sent.
         count: Number of these collectives in one run of the program.
         groups: Mesh positions of the devices of each group; empty: one group of all
             devices.
@@ -98,8 +98,8 @@ class ProgramSummary:
     """The summary of a program's text.
 
     Attributes:
-        loop_flops: FLOPs of matrix products and convolutions in all iterations of loops
-            but the first, which is the only one that XLA counts.
+        loop_flops: FLOPs of matrix products and convolutions in all loop iterations but
+            the first; XLA counts only the first.
         trip_counts: Number of iterations of each loop; None: not in the text.
         on_chip: Share of the bytes read and written that the compiler has placed in
             memory on the chip; 0 if the text has no placement.
@@ -162,8 +162,8 @@ def read_collective(instruction: Instruction, call: Call) -> Collective | None:
     shape = instruction.shape
     if instruction.opcode.endswith("-start"):
         first, *others = elements(shape)
-        # The shape lists operands, results and flags. Before JAX 0.11 that of an
-        # all-reduce lists only the results.
+        # The shape lists operands, results and flags. Before JAX 0.11 the shape of an
+        # all-reduce lists only results.
         if kind != "all-reduce" or first.startswith("("):
             shape = others[0]
     size = num_bytes(shape)
@@ -196,7 +196,7 @@ def _between_slices(instruction: Instruction, kind: str) -> Collective:
 
 
 def _traffic(instruction: Instruction, computation: Computation) -> tuple[int, int]:
-    """Bytes that an instruction reads and writes, and how many of them on the chip."""
+    """Bytes that an instruction reads and writes, in all and on the chip."""
     if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
         return 0, 0
     read = [computation[n].shape for n in instruction.operands if n in computation]

@@ -1,4 +1,4 @@
-"""Rates of devices: published ones for TPU chips, measured ones for this machine.
+"""Rates of devices: published for TPU chips, measured for this machine.
 
 `devices.toml` has the published figures; `cards` reads the figures of GPUs.
 
@@ -47,7 +47,7 @@ class Rates:
     Attributes:
         peak_flops: Multiplications and additions per second.
         memory_bandwidth: Bytes per second of the device's memory.
-        source: Where the figures are from.
+        source: The origin of the figures.
         memory_bytes: Capacity of the memory; None: shared with others, or unknown.
         ring_bandwidth: Bytes per second that the device sends in a ring over links;
             None: computed from the links of a slice.
@@ -110,7 +110,7 @@ class Chip:
         return ", ".join(names) + cubes
 
     def domain(self, device: Device) -> int:
-        """The index of a device's slice, within which links join the chips."""
+        """The index of a device's slice; links connect the chips of one slice."""
         return getattr(device, "slice_index", 0)
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:

@@ -124,7 +124,7 @@ class Plan:
             see `memory`.
         collectives: The collectives of a step.
         time: Lower bound of a step's time; None: see `memory`.
-        scaling: Efficiencies on 1, 2, 4, ... devices; empty where they are unknown.
+        scaling: Efficiencies on 1, 2, 4, ... devices; empty: unknown.
         limit: What limits the step first: `"compute"`, `"memory bandwidth"`,
             `"interconnect"`, `"network"` or `"memory capacity"`.
         advice: How to change the step or the hardware.
@@ -287,7 +287,7 @@ def _over(use: CollectiveUse) -> str:
 
 
 def _draw(path: str | Path, plan: Plan, time: StepTime) -> None:
-    """Draw an estimate to a file; the ending of its name is the format."""
+    """Draw an estimate to a file, in the format of the file's suffix."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -339,16 +339,16 @@ def _draw_scaling(ax: "Axes", plan: Plan) -> None:
     sizes = [s.num_devices for s in plan.scaling]
     percent = [100 * s.efficiency for s in plan.scaling]
     ax.plot(sizes, percent, marker="o", markersize=4, color=_COLORS["compute"])
-    own = sizes.index(plan.num_devices)
+    here = sizes.index(plan.num_devices)
     ax.plot(
-        sizes[own],
-        percent[own],
+        sizes[here],
+        percent[here],
         marker="o",
         markersize=9,
         fillstyle="none",
         color=_COLORS["communication"],
         linestyle="none",
-        label=f"{plan.topology}: {percent[own]:.1f} %",
+        label=f"{plan.topology}: {percent[here]:.1f} %",
     )
     ax.set_xscale("log", base=2)
     ax.set_xticks(sizes, [f"{s.num_devices}\n{s.hardware}" for s in plan.scaling])

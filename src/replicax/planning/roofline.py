@@ -14,8 +14,8 @@ The model for TPUs and for devices of this machine, with all of its assumptions:
 - In an all-to-all each device sends (n-1)/n of the payload over the mean distance: for
   each dimension of n chips, n/4 links in a ring and n/3 links in an open dimension. A
   collective-permute sends its payload over one link.
-- Between s slices of n chips each, an all-reduce sends 2(s-1)/s of 1/n of the payload
-  over each chip's share of its host's network. Nothing hides this part.
+- Between s slices of n chips, each chip has 1/n of an all-reduce's payload. It sends
+  2(s-1)/s of this part over its share of its host's network. Nothing hides this time.
 - Asynchronous collectives hide behind the computation of the step, up to its duration.
   The step waits for synchronous collectives.
 - The input arrives in time, and nothing is dispatched late.
@@ -30,9 +30,9 @@ For GPUs, whose programs are scheduled (`replicax.planning.schedule`):
   the time for which the program waits for it is exposed.
 - Inside a host NCCL's collectives send as above, each card over all its links at once.
   Over h hosts of n cards NCCL reduces in a hierarchy: within each host, and between the
-  cards at the same place of all hosts. These exchange 1/n of the payload over each
-  card's share of its host's network: 2(h-1)/h of it in an all-reduce, half as much in a
-  reduce-scatter or all-gather. Links and network run at once, so the slower one counts.
+  cards at the same place of all hosts. Between hosts, each card has 1/n of the payload.
+  In an all-reduce it sends 2(h-1)/h of this part over its share of its host's network;
+  a reduce-scatter or all-gather sends half as much. The slower of both levels counts.
 
 Real steps take longer: no program runs at the peaks. Use the times to compare and to
 find the bottleneck, not as promises.
@@ -121,7 +121,7 @@ class StepTime:
     Attributes:
         compute: Time of multiplications and additions.
         memory: Time of moving data between memory and chip.
-        busy: The longer of both; for GPUs the sum of the longer of both in each kernel.
+        busy: The longer of `compute` and `memory`; for GPUs, summed kernel by kernel.
         links: Time of collectives between chips.
         network: Time of collectives between slices of TPUs or hosts of GPUs.
         exposed: Time of collectives that computation does not hide.
@@ -148,7 +148,7 @@ def step_time(
     """Compute the time of a step from the times of its parts, in seconds.
 
     `waited` and `hidden` are the times of synchronous and asynchronous collectives on
-    links; `network` is that of all collectives between slices, which nothing hides.
+    links; `network` is the time of collectives between slices, which nothing hides.
 
     Example:
         >>> step_time(compute=3, memory=2, waited=1, hidden=4, network=0).total
@@ -206,7 +206,7 @@ def network_seconds(
 
 
 def grid_bandwidth(chip: Chip, extent: Sequence[int], shape: Sequence[int]) -> float:
-    """Compute the bytes per second that one chip of a box can send in rings."""
+    """Compute the bytes per second that a chip sends in rings over a box of chips."""
     links = sum(
         (2 if n == whole and _closes(chip, whole, shape) else 1)
         for n, whole in zip(extent, shape, strict=True)
@@ -216,7 +216,7 @@ def grid_bandwidth(chip: Chip, extent: Sequence[int], shape: Sequence[int]) -> f
 
 
 def mean_hops(chip: Chip, extent: Sequence[int], shape: Sequence[int]) -> float:
-    """Compute the average number of links between two chips of a box."""
+    """Compute the average number of links between two chips in a box of chips."""
     return sum(
         n / 4 if n == whole and _closes(chip, whole, shape) else n / 3
         for n, whole in zip(extent, shape, strict=True)

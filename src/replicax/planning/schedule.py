@@ -83,7 +83,7 @@ class Kernel:
     def seconds(self, rates: Rates) -> float:
         """Compute the kernel's time: the longer of FLOPs and bytes, plus the overhead.
 
-        The rates are those that kernels attain, not the peaks.
+        The time uses the rates that kernels attain, not the peak rates.
         """
         computes = self.compute_seconds(rates) / rates.attained_flops
         moves = self.bytes / (rates.memory_bandwidth * rates.attained_bandwidth)
@@ -129,8 +129,8 @@ class Schedule:
     def seconds(
         self, rates: Rates, seconds_of: Callable[[Collective], float]
     ) -> tuple[float, float]:
-        """Compute the seconds with a running kernel, and the seconds without one."""
-        return _play(self.parts, rates, seconds_of)
+        """Compute the seconds in which a kernel runs, and the other seconds."""
+        return _simulate(self.parts, rates, seconds_of)
 
 
 def read_schedule(text: str) -> Schedule:
@@ -147,7 +147,7 @@ def _kernels(parts: Sequence[Part], times: int) -> Iterator[tuple[Kernel, int]]:
             yield from _kernels(part.parts, times * part.times)
 
 
-def _play(
+def _simulate(
     parts: Sequence[Part], rates: Rates, seconds_of: Callable[[Collective], float]
 ) -> tuple[float, float]:
     now = busy = 0.0
@@ -165,7 +165,7 @@ def _play(
             case Done(name):
                 now = max(now, ends.pop(name, 0.0))
             case WhileLoop(times, inner):
-                inner_busy, waiting = _play(inner, rates, seconds_of)
+                inner_busy, waiting = _simulate(inner, rates, seconds_of)
                 busy += times * inner_busy
                 now += times * (inner_busy + waiting)
     return busy, max(now, *ends.values(), 0.0) - busy
@@ -173,21 +173,21 @@ def _play(
 
 def _parts(call: Call, computations: Mapping[str, Computation]) -> Iterator[Part]:
     computation = computations[call.computation]
-    begun: dict[str, str] = {}  # From asynchronous instructions to their `-start`.
+    start_of: dict[str, str] = {}  # From asynchronous instructions to their `-start`.
     for instruction in computation.values():
         opcode = instruction.opcode
         if opcode.endswith(("-update", "-done")) and instruction.operands:
-            start = begun.get(instruction.operands[0])
+            start = start_of.get(instruction.operands[0])
             if start is not None and opcode.endswith("-done"):
                 yield Done(start)
             elif start is not None:
-                begun[instruction.name] = start
+                start_of[instruction.name] = start
             continue
         collective = _collective_of(instruction, call, computations)
         if collective is not None:
             yield Start(instruction.name, collective)
             if opcode.endswith("-start"):
-                begun[instruction.name] = instruction.name
+                start_of[instruction.name] = instruction.name
             else:
                 yield Done(instruction.name)
         elif opcode in ("while", "call", "conditional", "async-start"):
@@ -200,13 +200,13 @@ def _parts(call: Call, computations: Mapping[str, Computation]) -> Iterator[Part
 def _collective_of(
     instruction: Instruction, call: Call, computations: Mapping[str, Computation]
 ) -> Collective | None:
-    """The collective of an instruction, also inside an `async-start`; None: none."""
+    """The collective that an instruction starts, also inside an `async-start`."""
     if instruction.opcode != "async-start":
         return read_collective(instruction, call)
     wrapped = [
-        read_collective(inner, way)
-        for way in called(instruction, call, computations)
-        for inner in computations[way.computation].values()
+        read_collective(inner, path)
+        for path in called(instruction, call, computations)
+        for inner in computations[path.computation].values()
     ]
     return next((collective for collective in wrapped if collective), None)
 
@@ -221,8 +221,8 @@ def _kernel(
     sizes: list[float] = [num_bytes(operand.shape) for operand in operands]
     written = num_bytes(instruction.shape)
     if instruction.opcode == "fusion":
-        for way in called(instruction, call, computations):
-            body = computations[way.computation]
+        for path in called(instruction, call, computations):
+            body = computations[path.computation]
             sizes = [min(size, _bytes_read(body, i)) for i, size in enumerate(sizes)]
             written = _bytes_written(body, written)
     elif instruction.opcode in _PARTS_OF_ARRAYS:
@@ -247,9 +247,9 @@ def _count(
         return 0.0
     if instruction.opcode == "fusion":
         return sum(
-            _count(inner, computations[way.computation], way, computations, products)
-            for way in called(instruction, call, computations)
-            for inner in computations[way.computation].values()
+            _count(inner, computations[path.computation], path, computations, products)
+            for path in called(instruction, call, computations)
+            for inner in computations[path.computation].values()
         )
     if instruction.opcode in _MOVES:
         return 0.0

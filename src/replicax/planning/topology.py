@@ -49,7 +49,7 @@ class DeviceTopology:
         devices: The devices in the replicas' order. Programs can be compiled for
             described devices, but not run.
         chip: The kind of TPU or GPU; None for devices of this machine.
-        shape: The grid of chips of one slice of TPUs; of GPUs: hosts and cards in each;
+        shape: The grid of chips of one TPU slice, or GPU hosts and cards per host;
             empty for devices of this machine.
     """
 
@@ -89,7 +89,7 @@ class DeviceTopology:
         return max(size // math.prod(self.shape), 1)
 
     def shape_of(self, size: int) -> tuple[int, ...]:
-        """The shape of `size` devices; of several slices, the shape of one."""
+        """The shape of `size` devices; for several slices, the shape of one slice."""
         if isinstance(self.chip, Card):
             hosts = self.num_domains(size)
             return (size,) if hosts == 1 else (hosts, self._cards_of_a_host)
@@ -135,7 +135,7 @@ def find_topology(
     return DeviceTopology(
         name=name if num_slices == 1 else f"{num_slices} x {name}",
         devices=devices,
-        rates=_as_given(chip.rates, link_bandwidth, network_bandwidth),
+        rates=_with_bandwidths(chip.rates, link_bandwidth, network_bandwidth),
         chip=chip,
         shape=shape,
         num_slices=num_slices,
@@ -143,25 +143,25 @@ def find_topology(
 
 
 def check_topology(name: str, num_slices: int = 1, **bandwidths: float | None) -> None:
-    """Raise for an unknown topology, without looking for its devices."""
+    """Raise for an unknown topology or a wrong option, without finding devices."""
     if not isinstance(num_slices, int) or num_slices < 1:
         raise DeviceError(f"plan: num_slices must be at least 1; got {num_slices!r}.")
     local = _LOCAL.fullmatch(name) is not None
     chip = None if local else _parsed(name)[0]
     if num_slices > 1 and not isinstance(chip, Chip):
-        what = "devices of this machine" if local else "GPUs, as in h100:4x8"
+        kind = "devices of this machine" if local else "GPUs, as in h100:4x8"
         raise DeviceError(
-            f"plan: num_slices={num_slices} needs TPU slices; {name!r} names {what}."
+            f"plan: num_slices={num_slices} needs TPU slices; {name!r} names {kind}."
         )
-    for what, value in bandwidths.items():
+    for option, value in bandwidths.items():
         if value is not None and local:
             raise DeviceError(
-                f"plan: {what}={value!r} is for hardware that is described; rates of "
+                f"plan: {option}={value!r} is for described hardware; the rates of "
                 f"{name!r} are measured."
             )
         if value is not None and not 0 < value < math.inf:
             raise DeviceError(
-                f"plan: {what} must be bytes per second, more than 0; got {value!r}."
+                f"plan: {option} must be bytes per second, more than 0; got {value!r}."
             )
 
 
@@ -198,7 +198,7 @@ def _parsed(name: str) -> tuple[Chip | Card, tuple[int, ...]]:
     return chip, shape
 
 
-def _as_given(rates: Rates, links: float | None, network: float | None) -> Rates:
+def _with_bandwidths(rates: Rates, links: float | None, network: float | None) -> Rates:
     """Replace published bandwidths by the user's."""
     changes = {"ring_bandwidth": links, "network_bandwidth": network}
     changes = {name: value for name, value in changes.items() if value is not None}
@@ -230,7 +230,7 @@ def _described_cards(
         ) from error
     except jax.errors.JaxRuntimeError as error:
         raise DeviceError(
-            f"plan: the installed CUDA compiler does not take {name!r}: {error}"
+            f"plan: the installed CUDA compiler does not support {name!r}: {error}"
         ) from error
     return tuple(description.devices)
 

@@ -35,7 +35,7 @@ class Work:
     Attributes:
         compute: Seconds of the FLOPs.
         memory: Seconds of the bytes.
-        schedule: The program's kernels and collectives in order; None: not for a GPU.
+        schedule: A GPU program's kernels and collectives, in order; None: not a GPU.
         is_loop_of_steps: Whether the program is a loop over the steps of an execution.
     """
 
@@ -48,22 +48,22 @@ class Work:
 
 
 def count_work(
-    compiled: jax.stages.Compiled, text: ProgramSummary, steps: int, rates: Rates
+    compiled: jax.stages.Compiled, summary: ProgramSummary, steps: int, rates: Rates
 ) -> Work:
     """Count the FLOPs and bytes of one step of a program.
 
     Args:
         compiled: The program.
-        text: The summary of the program's text.
+        summary: The summary of the program's text.
         steps: The number of steps in one run of the program.
         rates: The rates of a device.
     """
-    is_loop_of_steps = steps > 1 and text.trip_counts.count(steps) > 0
+    is_loop_of_steps = steps > 1 and summary.trip_counts.count(steps) > 0
     costs = compiled.cost_analysis()
     if costs:
         # XLA counts one iteration of a loop: in a loop over the steps, one step.
-        flops = (costs.get("flops", 0.0) + text.loop_flops) / steps
-        moved = costs.get("bytes accessed", 0.0) * (1 - text.on_chip)
+        flops = (costs.get("flops", 0.0) + summary.loop_flops) / steps
+        moved = costs.get("bytes accessed", 0.0) * (1 - summary.on_chip)
         moved /= 1 if is_loop_of_steps else steps
         compute, schedule = flops / rates.peak_flops, None
     else:
@@ -118,8 +118,8 @@ class StepCollectives:
         waited = hidden = network = 0.0
         for c in self._collectives:
             count = c.count / self._num_steps
-            links, between = self._seconds(c, size)
-            network += count * between
+            links, over_network = self._seconds(c, size)
+            network += count * over_network
             if c.is_async:
                 hidden += count * links
             else:
