@@ -37,11 +37,6 @@ JSONObject: TypeAlias = dict[str, Any]
 class TreeStructure(Protocol):
     """The structure of a tree without its leaves, as `jax.tree.structure` gives it."""
 
-    @property
-    def num_leaves(self) -> int:
-        """Number of leaves."""
-        ...
-
     def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree:
         """Make the tree with these leaves."""
         ...

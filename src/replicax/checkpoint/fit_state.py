@@ -93,7 +93,7 @@ def restore_callbacks(
     states: Sequence[CallbackState],
     best_weights: dict[str, list[np.ndarray]],
 ) -> list[str]:
-    """Restore callbacks: the first callback of a class gets its first state.
+    """Restore callbacks: the n-th callback of a class gets the class' n-th state.
 
     Returns:
         The classes of states for which there is no callback.

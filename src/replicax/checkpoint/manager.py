@@ -211,8 +211,8 @@ class CheckpointManager:
             The path; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: If all checkpoints are damaged, if the newest undamaged one
-                does not fit the objects, or if a model is not built.
+            CheckpointError: If all checkpoints are damaged, or if the newest undamaged
+                one does not fit the objects.
         """
         self._await_save()
         newest, problems = self._newest_undamaged()

@@ -217,7 +217,7 @@ def class_weighted(
         The dataset, with batches `(x, y, sample_weight)`.
 
     Raises:
-        KeyError: While the dataset is read, if a class has no weight.
+        ValueError: While the dataset is read, if a class has no weight.
 
     Example:
         >>> batches = numpy_dataset((np.zeros((3, 2)), np.array([0, 1, 1]))).batch(3)
@@ -233,6 +233,11 @@ def class_weighted(
             is_column = classes.shape[-1] == 1
             classes = classes[..., 0] if is_column else classes.argmax(-1)
         present, indices = np.unique(classes.astype("int64"), return_inverse=True)
+        if missing := set(present.tolist()) - set(class_weight):
+            raise ValueError(
+                f"class_weighted: class {min(missing)} has no weight; got class_weight="
+                f"{dict(class_weight)!r}. Pass a weight for every class of the labels."
+            )
         by_class = np.array([class_weight[i] for i in present.tolist()], "float32")
         by_row = by_class[indices.reshape(classes.shape)]
         return x, y, by_row * weights[0] if weights else by_row

@@ -361,6 +361,11 @@ class DistributedIterator(Iterator[PyTree]):
         """Go to a position from `get_state`, in an epoch over the same data."""
         num_batches = state["num_batches"]
         iteration = state.get("iteration", self._iteration)
+        if num_batches < 0 or iteration < 0:
+            raise ValueError(
+                f"set_state: got {dict(state)!r}, expected the result of get_state: "
+                "'iteration' and 'num_batches', both >= 0."
+            )
         if (iteration, num_batches) != (self._iteration, self._num_read):
             self.close()
             self._go_to(iteration, num_batches)

@@ -174,7 +174,7 @@ def split_global_batch(
         remainder: The policy if `R` does not divide `B`.
 
     Returns:
-        A `Split` of `[R, b, ...]` arrays: views unless rows were added.
+        A `Split` of arrays `[R, b, ...]`, views unless rows were added.
 
     Raises:
         ValueError: If arrays differ in `B` or are scalars; if the policy is unknown; if

@@ -3,13 +3,11 @@
 Only this folder and `_private` touch Keras' internals.
 
 Keras' train, test and predict steps are replica functions of the engine. Code
-outside replica functions, and models without a strategy, run as in plain Keras,
-except a `fit` whose callbacks need the loop of this folder.
+outside replica functions, and models without a strategy, run as in plain Keras.
 
 Loss denominators. A Keras loss divides by a count: examples, unmasked steps, sample
 weights. Inside a replica function the count covers all replicas, so that each replica
-holds its share of the global mean. Results, metrics and
-gradients equal those of one device.
+holds its share of the global mean. Results, metrics and gradients equal one device's.
 
 Ragged batches. A batch that does not divide goes to the largest number of replicas that
 divides it; the others get copies, and every sum over replicas leaves them out. No row
