@@ -64,7 +64,6 @@ __all__ = [
     "shared_seed_generator",
     "spare_jax_layers_tensorflow",
     "trained_by",
-    "when_built",
     "write_values",
 ]
 
@@ -272,20 +271,6 @@ def set_value(variable: Any, value: Any) -> None:
         variable._initializer = lambda shape, dtype=None: jnp.asarray(value, dtype)
     else:
         variable.assign(value)
-
-
-def when_built(owner: Any, then: Callable[[], None]) -> None:
-    """Call a function once, when a layer or an optimizer has been built."""
-    build = owner.build
-
-    @functools.wraps(build)
-    def build_then(*args: Any, **kwargs: Any) -> Any:
-        owner.build = build
-        result = build(*args, **kwargs)
-        then()
-        return result
-
-    owner.build = build_then
 
 
 @contextlib.contextmanager

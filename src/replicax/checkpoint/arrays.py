@@ -33,7 +33,7 @@ class _Arrays(ocp.type_handlers.NumpyHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._deepcopy_host_arrays = False  # Releases without it copy.
+        self._deepcopy_host_arrays = False  # Other Orbax releases copy.
 
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -59,7 +59,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     Raises:
         Exception: Of various types, if the write fails.
     """
-    logging.getLogger("absl").addFilter(_is_not_of_a_thread)  # Adds it only once.
+    logging.getLogger("absl").addFilter(_is_not_thread_traceback)  # Adds it only once.
     with _checkpointer() as checkpointer:
         checkpointer.save(
             folder.absolute(),
@@ -97,6 +97,6 @@ def _checkpointer() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
-def _is_not_of_a_thread(record: logging.LogRecord) -> bool:
+def _is_not_thread_traceback(record: logging.LogRecord) -> bool:
     # Orbax raises the error; besides, it logs a traceback for each of its threads.
     return "_SignalingThread.run() raised" not in str(record.msg)

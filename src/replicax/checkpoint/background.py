@@ -54,7 +54,7 @@ class BackgroundSave:
         executor.shutdown(wait=False)
 
     def error(self) -> str | None:
-        """Like `wait`, but the caller reports the error, and the exit does not."""
+        """Wait and return the error; the caller reports it, process exit does not."""
         problem = self.wait()
         _unread.discard(self)
         return problem
@@ -98,7 +98,7 @@ def _write(path: Path, contents: Contents) -> None:
         # After the script's end, Python 3.12 and later start no threads for Orbax.
         if threading.main_thread().is_alive():
             raise
-        _logger.info("%s A process writes it.", error)
+        _logger.info("%s Retrying in a separate process.", error)
         _write_in_process(path, contents)
 
 
@@ -125,7 +125,7 @@ def _remove(paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             storage.remove(path)
-        except CheckpointError as error:  # The folder wastes room, nothing else.
+        except CheckpointError as error:  # The folder only wastes space.
             _logger.warning("%s", error)
 
 

@@ -86,7 +86,7 @@ class BackupAndRestore(LateCallback):
         if not is_known and not (is_count and int(save_freq) > 0):
             raise ValueError(
                 "BackupAndRestore: save_freq must be 'epoch', a number of batches, or "
-                f"False for none but the one on SIGTERM; got {save_freq!r}."
+                f"False to save only on SIGTERM and Ctrl-C; got {save_freq!r}."
             )
         require_path(backup_dir, "BackupAndRestore: backup_dir")
         require_flag(delete_checkpoint, "BackupAndRestore: delete_checkpoint")
@@ -104,7 +104,7 @@ class BackupAndRestore(LateCallback):
                 is of another model.
             NotImplementedError: For embeddings whose rows are on parameter servers.
         """
-        # Once: every use of `self.model` copies the state of the loop into the model.
+        # Read once: each access of `self.model` copies the loop's state into the model.
         model = self.model
         assert model is not None
         session = session_of(model)
@@ -198,7 +198,7 @@ class BackupAndRestore(LateCallback):
             return
         try:
             self._manager.close()
-        except CheckpointError as error:  # The backups of the next run may fail, too.
+        except CheckpointError as error:  # The next run's backups may fail too: log it.
             wrote_any = self._manager.latest_checkpoint is not None
             _logger.warning(
                 "BackupAndRestore: fit has ended, and %s in %s. %s",
@@ -288,7 +288,7 @@ class BackupAndRestore(LateCallback):
         )
 
     def _check_servers(self) -> None:
-        """Raise an error for tables on parameter servers, which no backup can hold."""
+        """Raise an error for tables whose rows are on parameter servers."""
         tables = [
             v.table_name
             for v in self._trained_model.variables
@@ -296,16 +296,15 @@ class BackupAndRestore(LateCallback):
         ]
         if tables:
             raise NotImplementedError(
-                f"BackupAndRestore: the rows of {tables} are on parameter servers "
-                "only, which no backup has. Use "
+                f"BackupAndRestore: backups do not contain the rows of {tables}, which "
+                "only parameter servers hold. Use "
                 "ParameterServerStrategy(snapshot_dir=...): restarted servers and "
-                "workers continue from there."
+                "workers continue from its snapshots."
             )
         if self.save_freq != "epoch":
             _logger.warning(
-                "BackupAndRestore: on parameter servers fit is backed up at the end of "
-                "each epoch, in place of save_freq=%r: workers are at different steps "
-                "in between. ParameterServerStrategy(snapshot_dir=...) continues from "
-                "there.",
+                "BackupAndRestore: with parameter servers, fit is backed up after each "
+                "epoch, not by save_freq=%r. To resume within an epoch, use "
+                "ParameterServerStrategy(snapshot_dir=...).",
                 self.save_freq,
             )

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import keras
 
-from replicax._private import keras as internals
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.checkpoint import storage
 from replicax.checkpoint.entries import (
@@ -31,8 +28,6 @@ from replicax.cluster.workers import Workers
 from replicax.errors import CheckpointError
 
 __all__ = ["Checkpoint"]
-
-_logger = logging.getLogger("replicax")
 
 _COUNTER = "save_counter"
 
@@ -127,8 +122,9 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str] | None) -> "RestoreStatus":
         """Set the objects to their saved values, keeping their placement.
 
-        Models, layers and optimizers that are not built yet are restored when they are
-        built. The status lists names that only the objects or only the checkpoint have.
+        Models and layers must be built, because a restore needs their variables;
+        optimizers are built if their model is clear. The status lists names that only
+        the objects or only the checkpoint have.
 
         Args:
             path: The result of `save` or `write`. None restores nothing:
@@ -141,7 +137,9 @@ class Checkpoint:
         Raises:
             CheckpointError: If the checkpoint is damaged or missing, or if shapes or
                 dtypes differ. The message lists all differences; nothing is restored.
+            ValueError: If an object is not built, also with a path of None.
         """
+        self._require_built()
         if path is None:
             return RestoreStatus("None", missing=self._names).expect_partial()
         return self.apply(storage.read(Path(path)), os.fspath(path))
@@ -173,37 +171,34 @@ class Checkpoint:
 
     def apply(self, contents: Contents, path: str) -> "RestoreStatus":
         """Set the objects to the `contents` read from `path`."""
-        objects = self._objects()
-        _build_optimizers(objects)
-        waiting = {name: x for name, x in objects.items() if _is_unbuilt(x)}
+        self._require_built()
         bindings = self._bind()
         entries = [entry for binding in bindings.values() for entry in binding.entries]
-        status = compare(entries, contents, path, waiting)
+        status = compare(entries, contents, path)
         worker = workers.current()
         _set_arrays(entries, contents)
         for entry in entries:
             if isinstance(entry, ValueEntry) and entry.name in contents.values:
                 saved = contents.values[entry.name]
-                entry.write(
-                    _own_state(worker, entry, saved) if entry.of_worker else saved
-                )
+                if entry.of_worker:
+                    saved = _state_of_worker(worker, entry, saved)
+                entry.write(saved)
         for name, binding in bindings.items():
             setattr(self, name, binding.value())
-        for name, value in waiting.items():
-            late = functools.partial(self._apply_late, name, contents, path, status)
-            internals.when_built(value, late)
         return status
 
-    def _apply_late(
-        self, name: str, contents: Contents, path: str, status: "RestoreStatus"
-    ) -> None:
-        """Restore an object when it is built, after the call of `restore`."""
-        if internals.current_scope() is None:
-            _build_optimizers(self._objects())
-        entries = self._bind()[name].entries
-        missing = compare(entries, contents, path).expect_partial().missing
-        _set_arrays(entries, contents)
-        status.note_built(name, missing, [entry.name for entry in entries])
+    def _require_built(self) -> None:
+        """Build the optimizers of built models; raise for another unbuilt object."""
+        objects = self._objects()
+        _build_optimizers(objects)
+        unbuilt = [name for name, x in objects.items() if _is_unbuilt(x)]
+        if unbuilt:
+            raise ValueError(
+                f"Checkpoint.restore: {', '.join(unbuilt)} has no variables yet, "
+                "because it is not built. Build it first: a model with "
+                "model.build(input_shape) or a call on a batch, an optimizer with "
+                "optimizer.build(model.trainable_variables)."
+            )
 
     def _objects(self) -> dict[str, PyTree]:
         return {name: getattr(self, name) for name in self._names}
@@ -212,7 +207,7 @@ class Checkpoint:
         for value in self._objects().values():
             if isinstance(value, keras.Model):
                 value.jax_state_sync()  # During fit, the loop has the newest values.
-        # Also done in `apply`: save and restore must find the same names.
+        # As in `apply`: save and restore must find the same names.
         _build_optimizers(self._objects())
         return [entry for binding in self._bind().values() for entry in binding.entries]
 
@@ -259,7 +254,7 @@ def _worker_values(worker: Workers, entries: Iterable[Entry]) -> JSONObject:
     return values | {name: [state[name] for state in states] for name in own}
 
 
-def _own_state(worker: Workers, entry: ValueEntry, saved: list[JSON]) -> JSON:
+def _state_of_worker(worker: Workers, entry: ValueEntry, saved: list[JSON]) -> JSON:
     if len(saved) == worker.count:
         return saved[worker.index]
     if all(same_state(state, saved[0]) for state in saved[1:]):

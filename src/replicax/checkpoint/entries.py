@@ -125,11 +125,14 @@ def bind(name: str, value: PyTree) -> Binding:
     """
     entries: list[Entry] = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
-    cells = [leaf for _, leaf in leaves]
+    new_leaves = [leaf for _, leaf in leaves]
     for i, (path, leaf) in enumerate(leaves):
         suffix = jax.tree_util.keystr(path, simple=True, separator="/")
-        entries += _leaf_entries(f"{name}/{suffix}" if suffix else name, leaf, cells, i)
-    return Binding(entries=entries, value=lambda: jax.tree.unflatten(structure, cells))
+        leaf_name = f"{name}/{suffix}" if suffix else name
+        entries += _leaf_entries(leaf_name, leaf, new_leaves, i)
+    return Binding(
+        entries=entries, value=lambda: jax.tree.unflatten(structure, new_leaves)
+    )
 
 
 def _is_object(x: object) -> bool:
@@ -152,10 +155,10 @@ def _accessors(
 
 
 def _leaf_entries(
-    name: str, leaf: PyTree, cells: list[PyTree], index: int
+    name: str, leaf: PyTree, new_leaves: list[PyTree], index: int
 ) -> Iterable[Entry]:
     def put(value: PyTree) -> None:
-        cells[index] = value
+        new_leaves[index] = value
 
     if isinstance(leaf, keras.Variable):
         return [_variable_entry(name, leaf)]

@@ -14,7 +14,7 @@ from replicax.errors import CheckpointError
 __all__ = ["CheckpointWatch"]
 
 _POLL_PAUSES = (0.5, 0.5)  # The first and the longest, in seconds.
-_NO_MORE = ()
+_END_OF_RUN = ()
 """Marks the end of the run, in place of a checkpoint."""
 
 
@@ -51,19 +51,19 @@ class CheckpointWatch:
                 "(rx.Timeouts(checkpoint=...))."
             )
 
-        result = wait_for(self._look, self._timeout, late=late, pauses=_POLL_PAUSES)
+        result = wait_for(self._poll, self._timeout, late=late, pauses=_POLL_PAUSES)
         return result or None
 
-    def _look(self) -> "tuple[Path, Contents] | tuple[()] | None":
-        """Poll once for a newer checkpoint, or `_NO_MORE`; None: not yet."""
-        # Before the list: if the run is finished, the list is complete.
+    def _poll(self) -> "tuple[Path, Contents] | tuple[()] | None":
+        """Return a newer checkpoint or `_END_OF_RUN`; None: not yet."""
+        # Read before the list: if the run is finished, the list is complete.
         last = self._last_of_finished_run()
         paths = numbered_checkpoints(self._directory, self._name)
         newest = paths[-1].name if paths else None
         if last is not None and self.latest == last.get("checkpoint"):
-            return _NO_MORE
+            return _END_OF_RUN
         if newest is None or newest == self.latest:
-            return None if last is None else _NO_MORE
+            return None if last is None else _END_OF_RUN
         path = self._directory / newest
         try:
             contents = storage.read(path)

@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from replicax._util.arguments import require_count, require_path
 from replicax._util.files import FailedWrites, leftovers, write_whole
 from replicax.checkpoint import background, storage
 from replicax.checkpoint.background import BackgroundSave
+from replicax.checkpoint.checkpoint import Checkpoint
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.errors import CheckpointError
@@ -19,7 +19,6 @@ from replicax.errors import CheckpointError
 __all__ = [
     "FINISHED",
     "CheckpointManager",
-    "Saveable",
     "latest_checkpoint",
     "numbered_checkpoints",
 ]
@@ -30,20 +29,6 @@ FINISHED = "FINISHED"
 """File that marks a finished run, beside its checkpoints; it names the last one."""
 
 _SAVE_TIMEOUT_SECONDS = 1800.0
-
-
-class Saveable(Protocol):
-    """An object that a manager saves, such as a `Checkpoint`."""
-
-    save_counter: int
-
-    def contents(self) -> Contents | None:
-        """Copy all values to the host; None on workers other than 0."""
-        ...
-
-    def apply(self, contents: Contents, path: str) -> object:
-        """Set the objects to `contents`."""
-        ...
 
 
 class CheckpointManager:
@@ -79,7 +64,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        checkpoint: Saveable,
+        checkpoint: Checkpoint,
         directory: str | os.PathLike[str],
         max_to_keep: int | None = 5,
         *,
@@ -89,7 +74,7 @@ class CheckpointManager:
         if max_to_keep is not None:
             what = "CheckpointManager: max_to_keep"
             require_count(max_to_keep, what, 1, otherwise=", or None for all")
-        if not callable(getattr(checkpoint, "contents", None)):
+        if not isinstance(checkpoint, Checkpoint):
             raise TypeError(
                 f"CheckpointManager: checkpoint must be an rx.Checkpoint; got "
                 f"{checkpoint!r}. Write rx.Checkpoint(model=model)."
@@ -102,8 +87,8 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._worker = workers.current()
         self._pending: BackgroundSave | Path | None = None
-        self._failure: str | None = None
-        self._failed = FailedWrites()
+        self._last_failure: str | None = None
+        self._failed_writes = FailedWrites()
         background.finish(self._directory)
         paths = numbered_checkpoints(self._directory, checkpoint_name)
         if self._worker.count > 1:
@@ -165,10 +150,10 @@ class CheckpointManager:
         if contents is None:
             self._pending = path
         else:
-            _, outdated = self._kept(path)
+            _, outdated = self._split_outdated(path)
             partial = leftovers(self._directory, rf"{re.escape(self._name)}-\d+")
             self._pending = BackgroundSave(
-                path, contents, partial, outdated, self._failed
+                path, contents, partial, outdated, self._failed_writes
             )
         return os.fspath(path)
 
@@ -179,7 +164,7 @@ class CheckpointManager:
             CheckpointError: If it failed.
         """
         self._await_save()
-        failure, self._failure = self._failure, None
+        failure, self._last_failure = self._last_failure, None
         if failure is not None:
             last = self._paths[-1] if self._paths else "none"
             raise CheckpointError(
@@ -213,6 +198,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: If all checkpoints are damaged, or if the newest undamaged
                 one does not fit the objects.
+            ValueError: If a model is not built, also without a checkpoint.
         """
         self._await_save()
         newest, problems = self._newest_undamaged()
@@ -228,6 +214,8 @@ class CheckpointManager:
         if newest is None:
             if self._init_fn is not None:
                 self._init_fn()
+            # Raise for an unbuilt object now, rather than after an interruption.
+            self._checkpoint.restore(None)
             return None
         path, contents = newest
         self._checkpoint.apply(contents or storage.read(path), os.fspath(path))
@@ -236,10 +224,9 @@ class CheckpointManager:
     def _newest_undamaged(
         self,
     ) -> tuple[tuple[Path, Contents | None] | None, list[str]]:
-        """Find the newest undamaged checkpoint on worker 0, for all workers.
+        """Return the newest undamaged checkpoint, and the errors of newer ones.
 
-        Returns:
-            Its path and, on worker 0, its contents; and the errors of damaged ones.
+        Worker 0 chooses it for all workers, and is the only one with its contents.
         """
         newest, problems = None, []
         if self._worker.is_chief:
@@ -273,11 +260,11 @@ class CheckpointManager:
             problem = self._worker.exchange(
                 "replicax.checkpoint.outcome", problem, _SAVE_TIMEOUT_SECONDS
             )[0]
-        self._failure = problem
+        self._last_failure = problem
         if problem is None:
-            self._paths, _ = self._kept(path)
+            self._paths, _ = self._split_outdated(path)
 
-    def _kept(self, path: Path) -> tuple[list[Path], list[Path]]:
+    def _split_outdated(self, path: Path) -> tuple[list[Path], list[Path]]:
         """Divide the checkpoints, including `path`, into kept and outdated ones."""
         paths = [p for p in self._paths if p != path] + [path]
         if self._max_to_keep is None:

@@ -1,7 +1,7 @@
 """Compares a checkpoint's names, shapes and dtypes with the objects to restore."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from replicax.checkpoint.entries import ArrayEntry, Entry, RemoteEntries
 from replicax.checkpoint.storage import Contents
@@ -37,30 +37,11 @@ class RestoreStatus:
         path: str,
         missing: Iterable[str] = (),
         unused: Iterable[str] = (),
-        waiting: Iterable[str] = (),
     ) -> None:
-        """Make a status; only `Checkpoint` does.
-
-        Args:
-            path: The checkpoint.
-            missing: Names in the objects that are not in the checkpoint.
-            unused: Names in the checkpoint that no object has.
-            waiting: Objects that are restored later, when they are built.
-        """
         self._path = path
         self.missing = list(missing)
         self._unused = list(unused)
-        self._waiting = list(waiting)
         self._is_checked = False
-
-    def note_built(
-        self, name: str, missing: Iterable[str], restored: Iterable[str]
-    ) -> None:
-        """Update the names after an object was built and restored."""
-        self._waiting.remove(name)
-        self.missing += missing
-        done = set(restored)
-        self._unused = [other for other in self._unused if other not in done]
 
     def assert_consumed(self) -> None:
         """Raise unless the checkpoint and the objects have the same names.
@@ -69,7 +50,7 @@ class RestoreStatus:
             CheckpointError: Listing all names that only one side has.
         """
         self._is_checked = True
-        self._raise(_differences(self.missing, self._unused, self._waiting))
+        self._raise(_differences(self.missing, self._unused))
 
     def assert_existing_objects_matched(self) -> None:
         """Raise unless the checkpoint has all names of the objects.
@@ -90,29 +71,17 @@ class RestoreStatus:
             raise CheckpointError(_message(self._path, problems))
 
     def __del__(self) -> None:
-        waiting = tuple(f"{name}/" for name in self._waiting)
-        unused = [name for name in self._unused if not name.startswith(waiting)]
-        if not self._is_checked and (self.missing or unused):
+        problems = _differences(self.missing, self._unused)
+        if not self._is_checked and problems:
             _logger.warning(
                 "%s If this is intended, call expect_partial() on the result of "
                 "restore.",
-                _message(self._path, _differences(self.missing, unused)),
+                _message(self._path, problems),
             )
 
 
-def compare(
-    entries: Iterable[Entry],
-    contents: Contents,
-    path: str,
-    waiting: Iterable[str] = (),
-) -> RestoreStatus:
+def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreStatus:
     """Compare a checkpoint's names, shapes and dtypes with those of the objects.
-
-    Args:
-        entries: The arrays and values of all built objects.
-        contents: The checkpoint.
-        path: The checkpoint's path, for messages.
-        waiting: Names of objects that are not built yet.
 
     Raises:
         CheckpointError: If a shape or dtype differs; it lists all differences.
@@ -148,7 +117,7 @@ def compare(
             _message(path, problems) + " Nothing was restored. Make the objects as "
             "they were when the checkpoint was saved, or restore only some of them."
         )
-    return RestoreStatus(path, missing, unused, waiting)
+    return RestoreStatus(path, missing, unused)
 
 
 def write_existing(entries: Iterable[Entry], contents: Contents, path: str) -> None:
@@ -169,11 +138,8 @@ def _describe(shape: Iterable[int], dtype: object) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _differences(
-    missing: list[str], unused: list[str], unbuilt: Sequence[str] = ()
-) -> list[str]:
+def _differences(missing: list[str], unused: list[str]) -> list[str]:
     sides = {
-        "not built yet, and restored when built": unbuilt,
         "not in the checkpoint": missing,
         "in the checkpoint and in no object": unused,
     }
