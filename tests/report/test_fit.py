@@ -166,9 +166,8 @@ def test_the_report_of_an_interrupted_fit(error, page) -> None:
         train(model, page, epochs=4, callbacks=[Boom(error)])
     (fit,) = fits_of(page)
     assert (fit.state, len(fit.epochs)) == ("interrupted", 1)
-    assert fit.error == f"{type(error).__name__}: {error}"
-    where = "epoch 2, after 10 steps"
-    assert f"was interrupted in {where}: {type(error).__name__}" in page.read_text()
+    assert fit.error == f"{type(error).__name__}: {error} (epoch 2, step 10)"
+    assert f"was interrupted: {type(error).__name__}" in page.read_text()
     assert "<b>data" not in page.read_text()
     train(model, page)  # It can be trained again.
     assert [f.state for f in fits_of(page)] == ["interrupted", "done"]
@@ -295,7 +294,7 @@ def test_no_memory_statistics_after_a_device_failure(page, monkeypatch) -> None:
     with pytest.raises(ValueError, match="the first error"):
         train(make(), page, callbacks=[Break()])
     text = page.read_text()
-    assert "interrupted in epoch 1, after 1 step: ValueError: the first error" in text
+    assert "interrupted: ValueError: the first error (epoch 1, step 1)" in text
 
 
 def test_an_error_message_with_lone_surrogates(page) -> None:
@@ -327,20 +326,3 @@ def test_many_short_fits_write_the_page_rarely(page, monkeypatch) -> None:
     for _ in range(4):
         train(model, page, epochs=1)
     assert len(written) == 5  # At the first beginning, and at each end.
-
-
-def test_progress_within_an_epoch(page, monkeypatch) -> None:
-    monkeypatch.setattr("replicax.report.session._PAGE_EVERY_S", 0.0)
-    monkeypatch.setattr("replicax.report.session._PAGE_SHARE", 0)
-    monkeypatch.setattr("replicax.report.recorder._MARK_EVERY_S", 0.0)
-    seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            seen.append(page.read_text())
-
-    train(make(mirrored(2)), page, epochs=1, callbacks=[Look()])
-    assert "It is in epoch 1, after 5 steps, at a loss of" in seen[4]
-    # Each mark replaced the one before, and the epoch the last mark.
-    assert [e["event"] for e in events_of(page)] == ["begin", "epoch", "end"]
-    assert all('class="state running"' in text for text in seen)

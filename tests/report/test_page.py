@@ -195,13 +195,6 @@ def test_ticks_are_few_and_inside(low, size) -> None:
     assert values == sorted(values)
 
 
-def test_before_the_first_epoch_has_ended() -> None:
-    text = page(fit(current=epoch(0, {"loss": 0.5})))
-    assert "It is in epoch 1, after 20 steps, at a loss of 0.5." in text
-    assert "<dd>1,280</dd>" in text  # Examples per second.
-    assert "<dd>none has ended</dd>" in text
-
-
 def test_names_that_are_no_utf8() -> None:
     text = page(fit(epoch(0), facts={"script": "train\udce9.py"}))
     assert "train\\udce9.py" in text

@@ -68,7 +68,7 @@ def test_executions_with_new_shapes_are_counted_apart():
     assert (tally.executions, tally.steps, tally.examples) == (4, 7, 53)
     first = tally.first_executions, tally.first_steps, tally.first_examples
     assert first == (2, 3, 21)
-    assert 0 < tally.first_s < recorder.elapsed_s()
+    assert 0 < tally.first_s < recorder.end_steps()
     recorder.begin_epoch()
     train(recorder, [("a", 2, 16), ("b", 1, 5)])
     assert recorder.tally.first_executions == 0
@@ -119,33 +119,3 @@ def test_time_after_the_steps_does_not_count():
     assert recorder.end_steps() == wall_s
     train(recorder, [("a", 1, 8)])  # A callback evaluated within the epoch.
     assert recorder.end_steps() > wall_s
-
-
-@pytest.fixture
-def marks_each_step(monkeypatch):
-    monkeypatch.setattr("replicax.report.recorder._MARK_EVERY_S", 0.0)
-
-
-@pytest.mark.usefixtures("marks_each_step")
-def test_marks_are_between_steps():
-    marks = []
-    recorder = Recorder(on_mark=lambda: marks.append(1))
-    train(recorder, [("a", 1, 8)] * 3)
-    assert len(marks) == 3
-
-
-@pytest.mark.usefixtures("marks_each_step")
-def test_a_mark_has_the_logs_of_a_finished_execution():
-    recorder = Recorder()
-    results, seen = [Pending(0), Pending(9), Pending(0), Pending(0)], []
-    recorder._on_mark = lambda: seen.append(recorder.logs)
-    recorder._compiled_shapes.add("a")  # The recorder must not wait.
-    for result in results:
-        take_batch(recorder)
-        recorder.end_execution({"loss": result})
-    none, first, still_first, third = seen
-    assert none is None
-    assert first["loss"] is still_first["loss"] is results[0]
-    assert third["loss"] is results[2]
-    recorder.begin_epoch()
-    assert recorder.logs is None

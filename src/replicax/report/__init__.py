@@ -9,5 +9,5 @@ training. `journal` writes and reads the lines, `runs` turns them into records,
 `diagnosis` and `figures` explain and draw them, and `page` renders the template.
 `tensorboard` writes event files instead.
 
-Of parameter servers this folder knows only the protocol of a session (`worker`).
+The only dependency on parameter servers is the session protocol in `worker`.
 """

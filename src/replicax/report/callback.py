@@ -113,7 +113,7 @@ class Report(LateCallback):
         session.record_with(run.recorder)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Count from zero; the first epoch opens the file."""
+        """Reset the counts; the first epoch opens the event log."""
         if self._run is not None:
             self._run.begin_epoch(epoch)
 

@@ -64,7 +64,7 @@ class Journal:
                     stream.seek(-1, os.SEEK_END)
                     if stream.read(1) != b"\n":  # A killed process left part of a line.
                         stream.write(b"\n")
-                self._size = self._kept = stream.tell()
+                self._size = stream.tell()
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -73,21 +73,16 @@ class Journal:
                 str(page),
             ) from error
 
-    def add(self, event: msgspec.Struct, *, is_temporary: bool = False) -> None:
-        """Append an event; log a warning if the write fails.
-
-        The next event overwrites a temporary one, so that the file stays small.
-        """
+    def add(self, event: msgspec.Struct) -> None:
+        """Append an event; log a warning if the write fails."""
         if self.has_failed:
             return
         line = json.dumps(_finite(msgspec.to_builtins(event)), allow_nan=False) + "\n"
         try:
-            with self.path.open("r+b") as stream:
-                if stream.seek(0, os.SEEK_END) != self._size:
+            with self.path.open("ab") as stream:
+                if stream.tell() != self._size:
                     raise OSError("another process changed it; give each its own path")
-                stream.truncate(self._kept)
-                stream.seek(self._kept)
-                self._size = self._kept + stream.write(line.encode())
+                self._size += stream.write(line.encode())
         except OSError as error:
             self.has_failed = True
             _logger.warning(
@@ -96,8 +91,6 @@ class Journal:
                 self.path,
                 error,
             )
-        if not is_temporary:
-            self._kept = self._size
 
 
 def _finite(value: object) -> object:

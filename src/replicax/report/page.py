@@ -113,18 +113,7 @@ def _began(chief: WorkerRecord, now: float) -> str:
         text += f"ended {_date(fit.last)}, after {_duration(fit.last - began)}."
     if len(chief.fits) > 1:
         text += f" {len(chief.fits)} calls of fit."
-    if fit.state == "running" and fit.current is not None:
-        text += f" It is in {_position(fit.current)}."
     return text
-
-
-def _position(epoch: EpochRecord) -> str:
-    """Describe the progress of an epoch that has not ended."""
-    steps = epoch.counts.get("steps", 0)
-    noun = "step" if steps == 1 else "steps"
-    text = f"epoch {epoch.number + 1}, after {steps:,.0f} {noun}"
-    loss = epoch.logs.get("loss")
-    return text if loss is None else f"{text}, at a loss of {plain(loss)}"
 
 
 def _problems(run: Run) -> list[tuple[str, str]]:
@@ -133,12 +122,7 @@ def _problems(run: Run) -> list[tuple[str, str]]:
     for worker in run.workers:
         fit, name = worker.fits[-1], worker.name
         if fit.state == "interrupted":
-            where = f" in {_position(fit.current)}" if fit.current else ""
-            problems.append(("error", f"{name} was interrupted{where}: {fit.error}"))
-        if worker.num_bad:
-            noun = "line" if worker.num_bad == 1 else "lines"
-            text = f"{worker.num_bad} {noun} in the file of {name} cannot be read."
-            problems.append(("warn", text))
+            problems.append(("error", f"{name} was interrupted: {fit.error}"))
     if run.missing:
         text = (
             f"No figures of {listed(run.missing)}: pass the callback on all workers, "
@@ -149,12 +133,12 @@ def _problems(run: Run) -> list[tuple[str, str]]:
 
 
 def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
-    if not fit.epochs_so_far:
+    if not fit.epochs:
         return {}
-    total = merged(fit.epochs_so_far)
-    all_epochs = [e for w in run.workers for f in w.fits for e in f.epochs_so_far]
+    total = merged(fit.epochs)
+    all_epochs = [e for w in run.workers for f in w.fits for e in f.epochs]
     figures = {
-        "epochs": str(total.number + 1) if fit.epochs else "none has ended",
+        "epochs": str(total.number + 1),
         "examples/s": _rate(run),
         "time of a step": _figure(total.step_s, seconds),
         "waiting for input": _figure(total.input_share, _percent),
@@ -172,7 +156,7 @@ def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
 def _rate(run: Run) -> str:
     counts_own = run.workers[0].fits[-1].begin.counts_own
     workers = run.workers if counts_own else run.workers[:1]
-    epochs = [worker.fits[-1].epochs_so_far for worker in workers]
+    epochs = [worker.fits[-1].epochs for worker in workers]
     rates = [merged(part).examples_per_s for part in epochs if part]
     finite = [rate for rate in rates if math.isfinite(rate)]
     return plain(round(sum(finite), 1)) if finite else "not measured"
@@ -194,9 +178,9 @@ def _peak(epochs: Sequence[EpochRecord]) -> str:
 def _worker_row(worker: WorkerRecord) -> list[str]:
     fit = worker.fits[-1]
     row = [worker.name, str(fit.begin.facts.get("host", "")), fit.state]
-    if not fit.epochs_so_far:
+    if not fit.epochs:
         return row + [""] * (len(_WORKER_COLUMNS) - len(row))
-    total = merged(fit.epochs_so_far)
+    total = merged(fit.epochs)
     staleness = total.staleness
     return [
         *row,
@@ -204,7 +188,7 @@ def _worker_row(worker: WorkerRecord) -> list[str]:
         _figure(total.step_s, seconds),
         _figure(total.input_share, _percent),
         _figure(memory_bytes(total), binary_bytes),
-        _peak(fit.epochs_so_far),
+        _peak(fit.epochs),
         f"{mean_staleness(staleness):.2g}, {max(staleness)}" if staleness else "",
     ]
 

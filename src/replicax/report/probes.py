@@ -1,4 +1,4 @@
-"""Measures the parts of a step by themselves: gradient sums, program starts, memory."""
+"""Measures the parts of a step separately: gradient sums, program starts, memory."""
 
 import dataclasses
 import statistics

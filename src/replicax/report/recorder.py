@@ -10,15 +10,13 @@ appear to take no time.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 
 from replicax._util.types import PyTree
 
 __all__ = ["Recorder", "Tally"]
-
-_MARK_EVERY_S = 5.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,22 +46,13 @@ class Tally:
 class Recorder:
     """Counts the executions of `fit` and the devices' wait for input.
 
-    Args:
-        on_mark: Called between steps, every five seconds, to report an epoch in
-            progress.
-
     Attributes:
         tally: The counts of the epoch so far.
-        logs: The latest logs whose computation has finished; None before.
     """
 
-    def __init__(self, on_mark: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.tally = Tally()
-        self.logs: PyTree = None
-        self._next_logs: PyTree = None  # Logs at the last mark, perhaps not ready.
-        self._on_mark = on_mark
         self._began = time.perf_counter()
-        self._next_mark = self._began + _MARK_EVERY_S
         self._last: PyTree = None  # A result of the last execution.
         self._executed = 0, 0  # Steps and examples that were dispatched.
         self._steps_s: float | None = None
@@ -76,16 +65,11 @@ class Recorder:
     # Epochs.
 
     def begin_epoch(self) -> None:
-        """Count from zero."""
+        """Reset the counts."""
         self.tally = Tally()
-        self.logs = self._next_logs = None
         self._executed = 0, 0
         self._steps_s = None
         self._began = time.perf_counter()
-
-    def elapsed_s(self) -> float:
-        """Return the time since the epoch began."""
-        return time.perf_counter() - self._began
 
     def end_steps(self) -> float:
         """Wait for the devices; return the time since the epoch began.
@@ -97,7 +81,7 @@ class Recorder:
             if self._last is not None:
                 jax.block_until_ready(self._last)
                 self._last = None
-            self._steps_s = self.elapsed_s()
+            self._steps_s = time.perf_counter() - self._began
         return self._steps_s
 
     # Steps.
@@ -149,16 +133,6 @@ class Recorder:
         if self._first is not None:
             self._end_first(*self._first)
         self._executed = tally.steps, tally.examples
-        if time.perf_counter() >= self._next_mark:
-            self._mark(logs)
-
-    def _mark(self, logs: PyTree) -> None:
-        if _is_ready(_array_of(self._next_logs)):
-            self.logs = self._next_logs
-        self._next_logs = logs
-        if self._on_mark is not None:
-            self._on_mark()
-        self._next_mark = time.perf_counter() + _MARK_EVERY_S
 
     def _end_first(self, began: float, waits_s: float) -> None:
         """Count an execution that compiled, after its dispatch."""

@@ -1,18 +1,14 @@
-"""Reads workers' event logs as runs, fits and epochs, for the page.
+"""Reads workers' event logs as runs, fits and epochs, for the page."""
 
-A killed process leaves part of a line, and a file may be of another version: every
-event is validated, and malformed ones are counted and skipped.
-"""
-
+import contextlib
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal
 
 import msgspec
 
@@ -24,7 +20,6 @@ __all__ = [
     "FitBegin",
     "FitEnd",
     "MemoryUse",
-    "ProgressRecord",
     "Run",
     "WorkerRecord",
     "merged",
@@ -34,14 +29,9 @@ __all__ = [
 _STALE_S = 300.0
 """A worker's file is of an older run if it ends this long before the chief's begins."""
 
-_Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Seconds since 1970, within the calendar."""
-_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
-"""A duration or a count."""
-
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes in use, and the most since the process began; None: unknown."""
+    """Bytes in use, and their maximum since the process began; None: unknown."""
 
     of: Literal["device", "process"] = "process"
     bytes: int | None = None
@@ -51,7 +41,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """A line of a worker's file."""
 
-    time: _Time = msgspec.field(default_factory=time.time)
+    time: float = msgspec.field(default_factory=time.time)
 
 
 class FitBegin(_Event, frozen=True, kw_only=True, tag="begin"):
@@ -94,9 +84,9 @@ class EpochRecord(_Event, frozen=True, kw_only=True, tag="epoch"):
 
     number: int = msgspec.field(name="epoch", default=0)
     logs: Mapping[str, float] = {}
-    wall_s: _Amount = 0.0
-    counts: Mapping[str, _Amount] = {}
-    exchange_s: _Amount = 0.0
+    wall_s: float = 0.0
+    counts: Mapping[str, float] = {}
+    exchange_s: float = 0.0
     memory: MemoryUse = MemoryUse()
     staleness: Mapping[int, int] = {}
 
@@ -130,10 +120,6 @@ class EpochRecord(_Event, frozen=True, kw_only=True, tag="epoch"):
         return min(1.0, self.counts.get("stalled_s", 0.0) / self.timed_s)
 
 
-class ProgressRecord(EpochRecord, frozen=True, kw_only=True, tag="progress"):
-    """The epoch in progress; the next event replaces it."""
-
-
 @dataclasses.dataclass(kw_only=True)
 class Fit:
     """One call of `fit` in one worker.
@@ -141,36 +127,24 @@ class Fit:
     Attributes:
         begin: Its first event.
         last: Time of its last event.
-        current: The epoch in progress; None: unknown, or none.
         shares: Shares of a step's time by name, measured at the end; None: unknown.
     """
 
     begin: FitBegin
     last: float
     epochs: list[EpochRecord] = dataclasses.field(default_factory=list)
-    current: EpochRecord | None = None
     state: Literal["running", "done", "interrupted"] = "running"
     error: str = ""
     shares: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     diagnosis: str = ""
 
-    @property
-    def epochs_so_far(self) -> list[EpochRecord]:
-        """The finished epochs; without one, the epoch in progress."""
-        return self.epochs or ([self.current] if self.current else [])
-
 
 @dataclasses.dataclass(kw_only=True)
 class WorkerRecord:
-    """The contents of one worker's event log.
-
-    Attributes:
-        num_bad: Number of malformed lines.
-    """
+    """The contents of one worker's event log."""
 
     name: str
     fits: list[Fit]
-    num_bad: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,25 +182,21 @@ def read_run(page: Path) -> Run:
     return Run(workers=current, missing=[name for name in names if name not in present])
 
 
-_Events = FitBegin | EpochRecord | ProgressRecord | FitEnd
+_Events = FitBegin | EpochRecord | FitEnd
 
 
 def _worker(number: int, file: Path) -> WorkerRecord:
     worker = WorkerRecord(name=f"worker:{number}", fits=[])
-    # The text after the last line break is empty or an unfinished line.
-    *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    for line in lines:
-        try:
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        # A killed process leaves part of a line.
+        with contextlib.suppress(ValueError):
             # `strict=False`: the file has NaN, infinities and integer keys as strings.
             event = msgspec.convert(json.loads(line), _Events, strict=False)
             _add(worker, event)
-        except (ValueError, IndexError):
-            worker.num_bad += 1
     return worker
 
 
 def _add(worker: WorkerRecord, event: _Events) -> None:
-    """Add an event to the record; IndexError if it belongs to no `fit`."""
     if isinstance(event, FitBegin):
         if worker.fits and worker.fits[-1].state == "running":
             worker.fits[-1].state = "interrupted"
@@ -236,15 +206,11 @@ def _add(worker: WorkerRecord, event: _Events) -> None:
         return
     fit = worker.fits[-1]
     fit.last = max(fit.last, event.time)
-    match event:
-        case FitEnd():
-            fit.state, fit.error = event.state, event.error
-            fit.shares, fit.diagnosis = event.shares, event.diagnosis
-        case ProgressRecord():
-            fit.current = event
-        case EpochRecord():
-            fit.current = None
-            fit.epochs.append(event)
+    if isinstance(event, EpochRecord):
+        fit.epochs.append(event)
+    else:
+        fit.state, fit.error = event.state, event.error
+        fit.shares, fit.diagnosis = event.shares, event.diagnosis
 
 
 def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:

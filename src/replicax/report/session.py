@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 import keras
@@ -26,7 +25,6 @@ from replicax.report.runs import (
     EpochRecord,
     FitBegin,
     FitEnd,
-    ProgressRecord,
     WorkerRecord,
     merged,
     read_run,
@@ -71,7 +69,7 @@ class FitReport:
         self.worker = worker = ReportedWorker(
             getattr(model, "_replicax_strategy", None)
         )
-        self.recorder = Recorder(on_mark=self._mark)
+        self.recorder = Recorder()
         self._page = page
         self._model = model
         self._devices = local_devices(worker.strategy)
@@ -101,7 +99,11 @@ class FitReport:
         wall_s = self.recorder.end_steps()
         exchange_s, staleness = self.worker.exchange_s(), self.worker.staleness()
         epoch = EpochRecord(
-            **self._progress(wall_s, logs),
+            number=self._epoch,
+            logs=_numbers(logs),
+            wall_s=wall_s,
+            counts=dataclasses.asdict(self.recorder.tally),
+            memory=memory_of(self._devices),
             exchange_s=max(0.0, exchange_s - self._exchange_s),
             staleness=staleness - self._staleness,
         )
@@ -130,19 +132,11 @@ class FitReport:
         """Write the last page after an error; has the signature of `__exit__`."""
         if self._has_ended or self._journal is None:
             return
-        if self._total is None or self._total.number != self._epoch:
-            # Without memory statistics: the devices may have failed.
-            self._add(
-                ProgressRecord(
-                    number=self._epoch,
-                    wall_s=self.recorder.elapsed_s(),
-                    counts=dataclasses.asdict(self.recorder.tally),
-                )
-            )
         text = "fit did not end"
         if error is not None:
             text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
-        self._finish(FitEnd(state="interrupted", error=text))
+        place = f"(epoch {self._epoch + 1}, step {self.recorder.tally.steps})"
+        self._finish(FitEnd(state="interrupted", error=f"{text} {place}"))
 
     def _finish(self, event: FitEnd) -> None:
         self._has_ended = True
@@ -152,27 +146,9 @@ class FitReport:
                 self._await_others(lambda worker: worker.fits[-1].state != "running")
             self._write_page(now=True)
 
-    def _mark(self) -> None:
-        """Write the progress of the epoch."""
-        logs = self.recorder.logs
-        fields = self._progress(
-            self.recorder.elapsed_s(), logs if isinstance(logs, Mapping) else {}
-        )
-        self._add(ProgressRecord(**fields), is_temporary=True)
-        self._write_page()
-
-    def _progress(self, wall_s: float, logs: Mapping[str, object]) -> dict[str, Any]:
-        return {
-            "number": self._epoch,
-            "logs": _numbers(logs),
-            "wall_s": wall_s,
-            "counts": dataclasses.asdict(self.recorder.tally),
-            "memory": memory_of(self._devices),
-        }
-
-    def _add(self, event: msgspec.Struct, *, is_temporary: bool = False) -> None:
+    def _add(self, event: msgspec.Struct) -> None:
         if self._journal is not None:
-            self._journal.add(event, is_temporary=is_temporary)
+            self._journal.add(event)
 
     def _open(self, epoch: int) -> Journal:
         """Open the event log at the first epoch.
@@ -182,7 +158,7 @@ class FitReport:
         worker = self.worker
         fresh = not self._keeps and epoch == 0
         journal = Journal(self._page, worker.index, fresh=fresh)
-        self._measures = worker.chiefs_choice(self._measures)
+        self._measures = worker.measures_of_chief(self._measures)
         facts = facts_of(self._model, worker.strategy, self._params)
         begin = FitBegin(
             worker=worker.name,
@@ -248,7 +224,7 @@ class FitReport:
         # With overlap, exchanges and waits for other tasks happen at the same time.
         overlaps = getattr(strategy, "overlaps", False)
         waits_s = max(waits) if overlaps else sum(waits)
-        rate, input_share, slowest = self._compare_workers(total)
+        rate, input_share, input_worker = self._compare_workers(total)
         return diagnosis.Measurements(
             executions=executions,
             step_s=total.step_s,
@@ -263,7 +239,7 @@ class FitReport:
             start=None if start_s is None else _share(start_s * executions, wall),
             steps_per_execution=self._model.steps_per_execution,
             is_compressed=self.worker.compression is not None,
-            input_worker=slowest,
+            input_worker=input_worker,
             straggler=self.worker.straggler,
         )
 
@@ -295,13 +271,14 @@ class FitReport:
                     totals[worker.name] = merged(worker.fits[-1].epochs)
         shares = {name: epoch.input_share for name, epoch in totals.items()}
         shares = {name: x for name, x in shares.items() if math.isfinite(x)}
-        slowest = max(shares, key=lambda name: shares[name], default=self.worker.name)
+        input_worker = max(shares, key=lambda x: shares[x], default=self.worker.name)
         rate = total.examples_per_s
         if self.worker.servers is not None:
             rates = [epoch.examples_per_s for epoch in totals.values()]
             rate = sum(x for x in rates if math.isfinite(x))
         is_alone = len(self.worker.names) == 1
-        return rate, shares.get(slowest, 0.0), "" if is_alone else slowest
+        share = shares.get(input_worker, 0.0)
+        return rate, share, "" if is_alone else input_worker
 
     def _ended_epoch(self, worker: WorkerRecord) -> bool:
         epochs = worker.fits[-1].epochs

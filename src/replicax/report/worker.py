@@ -149,13 +149,11 @@ class ReportedWorker:
             return getattr(self.strategy, "compression", None)
         return self.strategy.group.communication.compression
 
-    def chiefs_choice(self, measures: bool) -> bool:
-        """Return the chief's `measures`, whether to measure after the training.
-
-        Measuring needs all synchronous workers.
+    def measures_of_chief(self, measures: bool) -> bool:
+        """Return the chief's `measures`: synchronous workers must measure together.
 
         Raises:
-            ClusterError: If another worker of them has no report.
+            ClusterError: If another synchronous worker has no report.
         """
         if self.strategy is None or not self.is_synchronous:
             return measures
