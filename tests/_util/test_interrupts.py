@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._util import interrupts
 from replicax._util.interrupts import uninterrupted
 from replicax.engine.scope import called_in, current_strategy
 from replicax.errors import LostValuesError
@@ -307,25 +306,6 @@ def test_a_second_interrupt_waits_for_no_save(strategy: Any, tmp_path: Path) -> 
     assert not list((tmp_path / "backup").glob("backup-*"))
     model.fit(X, Y, batch_size=8, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 8
-
-
-def test_a_postponed_interrupt_does_not_wait_for_ever(
-    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(interrupts, "_NO_STEP_SECONDS", 0.5)
-
-    class Hangs(Interrupts):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.interrupt()
-            time.sleep(30)
-
-    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        small_model(strategy).fit(
-            X, Y, callbacks=[backup, Hangs(0, swallowed=False)], verbose=0
-        )
-    assert time.monotonic() - begin < 15
 
 
 SCRIPT = """

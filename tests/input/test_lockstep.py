@@ -19,6 +19,7 @@ import replicax as rx
 import replicax.testing
 from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.workers import Workers
+from replicax.input import lockstep
 from replicax.input.lockstep import SharedEpoch, in_step
 
 
@@ -165,9 +166,12 @@ def test_a_dataset_is_iterated_once():
     assert [[int(batch[0]) for batch in got] for got in results] == [[*range(9)]] * 2
 
 
-def test_a_cancelled_stream_waits_for_nobody():
+def test_an_abandoned_stream_waits_for_no_worker(monkeypatch):
     begin = time.monotonic()
-    own = stream(SharedStore(), 0, 2, cancelled=lambda: time.monotonic() > begin + 0.2)
+    monkeypatch.setattr(
+        lockstep, "is_abandoned", lambda: time.monotonic() > begin + 0.2
+    )
+    own = stream(SharedStore(), 0, 2)
     assert list(in_step(sized(2, 2), own)) == []
     assert time.monotonic() - begin < 10
 
@@ -176,11 +180,6 @@ def test_a_worker_that_does_not_come_is_named():
     own = stream(SharedStore(), 0, 2, deadline=0.2)
     with pytest.raises(rx.ClusterError, match=r"worker:1 did not come to epoch within"):
         list(in_step(sized(2), own))
-
-
-def test_one_worker_alone_gets_all():
-    own = SharedEpoch(workers=Workers(), name="epoch", same_data=True, size_of=len)
-    assert len(list(in_step(sized(3, 2, 1), own))) == 3
 
 
 @settings(max_examples=25)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from replicax.input.prefetch import MappedAhead, Producer, prefetch
+from replicax.input.prefetch import MappedAhead, prefetch
 
 DEPTHS = [0, 1, 2, 10]
 
@@ -157,19 +157,6 @@ def test_abandoned_consumer_ends_the_thread():
     for _ in prefetch(source, 3):
         break
     assert closed.wait(10)
-
-
-def test_abandoned_consumer_whose_finalizer_was_interrupted_ends_the_thread(
-    monkeypatch,
-):
-    """What an interrupt raises in a finalizer ends it, and Python goes on."""
-    monkeypatch.setattr(Producer, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(Producer, "stop", lambda self: None)
-    source = Source()
-    iterator = prefetch(lambda: source)
-    assert next(iterator) == 0
-    del iterator
-    wait_until(lambda: source.num_closed == 1)
 
 
 def test_consumer_in_a_reference_cycle_ends_the_thread():

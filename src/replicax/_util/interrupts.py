@@ -6,12 +6,11 @@ the critical sections are the rare steps that take several instructions.
 """
 
 import _signal
-import _thread
 import contextlib
+import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ from replicax._util.user_code import is_installed_file
 __all__ = [
     "describe_interrupts",
     "described",
-    "end_postponement",
     "postponing_interrupts",
     "raise_swallowed",
     "reraising_interrupts",
@@ -96,13 +94,9 @@ class _SignalQueue:
                 self._deliver()
 
 
-_NO_STEP_SECONDS = 20.0
-"""Maximal wait of a postponed interrupt for the next step; a launcher waits 30 s."""
-
-_MESSAGE_SECONDS = 1.0
 _POSTPONED = (
-    "replicax: interrupted; training is saved after the present step or validation. "
-    "Interrupt again to end at once."
+    b"replicax: interrupted; training is saved after the present step or validation. "
+    b"Interrupt again to end at once.\n"
 )
 
 
@@ -113,44 +107,29 @@ class _InterruptQueue:
         numbers: Signals that were raised, and perhaps swallowed, or were postponed.
         request: Called for a first interrupt, which is then postponed; None: interrupts
             are raised at once.
-        moved_at: Start of the last step while an interrupt is postponed; else None.
+        is_postponed: Whether an interrupt is postponed.
     """
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.request: Callable[[], None] | None = None
-        self.moved_at: float | None = None
+        self.is_postponed = False
 
     def note(self, number: int, frame: Any) -> None:
         """Handle an interrupt, in place of Python's handler."""
         is_first = not self.numbers
         self.numbers.append(number)
+        self.is_postponed = is_first and self.request is not None
         if is_first and self.request is not None:
-            self.moved_at = time.monotonic()
-            # A `Thread` takes locks, which the interrupted code may hold.
-            _thread.start_new_thread(self._limit, ())
+            os.write(2, _POSTPONED)  # `print` fails if the interrupted code prints.
             self.request()
             return
-        self.moved_at = None
         signal.default_int_handler(number, frame)
 
-    def _limit(self) -> None:
-        prints_at = time.monotonic() + _MESSAGE_SECONDS
-        while (moved_at := self.moved_at) is not None:
-            now = time.monotonic()
-            if now > moved_at + _NO_STEP_SECONDS:
-                main = threading.main_thread().ident
-                signal.pthread_kill(main or 0, signal.SIGINT)
-                return
-            if now > prints_at:
-                prints_at = float("inf")
-                print(_POSTPONED, file=sys.stderr, flush=True)
-            time.sleep(0.1)
-
     def clear(self) -> None:
-        """Reset at the begin and the end of a call."""
+        """Reset at the start and the end of a call."""
         self.numbers.clear()
-        self.moved_at = None
+        self.is_postponed = False
 
 
 _pending = _InterruptQueue()
@@ -185,9 +164,8 @@ def reraising_interrupts() -> Iterator[None]:
 def postponing_interrupts(request: Callable[[], None]) -> Iterator[None]:
     """While open, a first Ctrl-C calls `request`; a second one is raised at once.
 
-    The caller raises `KeyboardInterrupt` after the step. If no step begins for 20 s,
-    the interrupt is raised then. The signal handler calls `request`, at any instruction
-    of the main thread.
+    The caller raises `KeyboardInterrupt` after the step. The signal handler calls
+    `request`, at any instruction of the main thread.
     """
     with reraising_interrupts():
         before, _pending.request = _pending.request, request
@@ -197,17 +175,11 @@ def postponing_interrupts(request: Callable[[], None]) -> Iterator[None]:
             _pending.request = before
 
 
-def end_postponement() -> None:
-    """End the postponement: what follows, such as a save, has no time limit."""
-    _pending.moved_at = None
-
-
 def raise_swallowed() -> None:
     """Raise an interrupt that some code has swallowed; called before each step."""
-    if not _pending.numbers or threading.get_ident() != threading.main_thread().ident:
+    if not _pending.numbers or _pending.is_postponed:
         return
-    if _pending.moved_at is not None:
-        _pending.moved_at = time.monotonic()
+    if threading.get_ident() != threading.main_thread().ident:
         return
     _pending.numbers.clear()
     raise KeyboardInterrupt

@@ -14,7 +14,6 @@ import numpy as np
 
 from replicax._util import json_codec, random_state
 from replicax._util.arguments import require_count, require_flag, require_path
-from replicax._util.interrupts import end_postponement
 from replicax._util.types import Logs
 from replicax.checkpoint.entries import encode
 from replicax.checkpoint.fit_state import (
@@ -234,7 +233,6 @@ class BackupAndRestore(LateCallback):
         interrupted = self._stop.interrupted
         result = f"training is saved after step {self._total} in"
         try:
-            end_postponement()
             self._save()
             self._manager.wait()
         except CheckpointError as error:

@@ -38,6 +38,13 @@ _AXIS = "replica"
 class DistributedInput(ABC):
     """Base class of distributed datasets: a thread prefetches batches to the devices.
 
+    Args:
+        mesh: Mesh with an axis `"replica"`.
+        remainder: The policy for examples that the replicas cannot share equally.
+        prefetch: Number of batches to prefetch; 0 uses no thread.
+        input_shard: This worker's shard; None: there is one worker.
+        num_replicas: `R`; None: one on each device along the axis.
+
     Attributes:
         iteration: The index of the next iteration. A shuffled Grain dataset has a
             different order in each.
@@ -81,8 +88,8 @@ class DistributedInput(ABC):
     ) -> Generator[PyTree]:
         """Yield one epoch's batches `[rows, ...]` on the host: this worker's if local.
 
-        A shuffled dataset has a different order in each iteration. Who `evaluates`
-        needs all of the data, unless its results are combined with other workers'.
+        A shuffled dataset has a different order in each iteration. If the caller
+        `evaluates`, the shard is `InputShard.of_evaluation`.
         """
         if self._remainder is Remainder.PAD:
             raise ValueError(
@@ -184,10 +191,10 @@ class DistributedInput(ABC):
 
     @property
     def _policy(self) -> Remainder:
-        """What happens to rows that are left over.
+        """The policy for rows that the replicas cannot share equally.
 
-        How many replicas have examples is one number for all workers: where each has
-        other data, none can keep a part of a step.
+        The number of active replicas is the same on all workers. So workers with data
+        of their own cannot keep a part of a step.
         """
         is_dropped = self._remainder is Remainder.KEEP and self.is_local
         return Remainder.DROP if is_dropped else self._remainder
@@ -234,20 +241,13 @@ class DistributedDataset(DistributedInput):
     ) -> None:
         """Make a dataset; only strategies do, by `experimental_distribute_dataset`.
 
-        Args:
-            dataset: A dataset that `replicax.input.batches` accepts.
-            mesh: Mesh with an axis `"replica"`.
-            remainder: As there. `"drop"` drops a batch of fewer than `R` rows whole,
-                except the first one of an epoch, which is an error.
-            batch_size: `B`, if `dataset` is arrays.
-            prefetch: Number of batches to prefetch; 0 uses no thread.
-            auto_shard_policy: How workers shard the dataset.
-            input_shard: This worker's shard; None: there is one worker.
-            num_replicas: `R`; None: one on each device along the axis.
+        For the arguments see that method and `DistributedInput`. `remainder="drop"`
+        drops a batch of fewer than `R` rows whole, except the first one of an epoch,
+        which is an error.
         """
         super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
         check_dataset(dataset, batch_size)
-        self._given = dataset
+        self._all_data = dataset
         self._auto_shard_policy = AutoShardPolicy(auto_shard_policy)
         self._dataset, self._is_own = self._files_of(self._shard)
         self._batch_size = batch_size
@@ -281,7 +281,7 @@ class DistributedDataset(DistributedInput):
     def _files_of(self, shard: InputShard) -> tuple[Dataset, bool]:
         """The dataset of a shard, and whether it is the worker's own."""
         return worker_files(
-            self._given, self._auto_shard_policy, shard.worker, shard.num_workers
+            self._all_data, self._auto_shard_policy, shard.worker, shard.num_workers
         )
 
     def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:

@@ -17,7 +17,7 @@ from replicax.input.sources import Dataset, batches
 from replicax.input.sparse_rows import SparseRows
 from replicax.input.split import Remainder, Split, stack_replica_batches
 
-__all__ = ["DistributedDatasetFromFunction", "own_copies"]
+__all__ = ["DistributedDatasetFromFunction"]
 
 
 class DistributedDatasetFromFunction(DistributedInput):
@@ -57,15 +57,8 @@ class DistributedDatasetFromFunction(DistributedInput):
     ) -> None:
         """Make a dataset; only strategies do, by `distribute_datasets_from_function`.
 
-        Args:
-            fn: `dataset_fn`; returns a dataset that `replicax.input.batches` accepts.
-            mesh: Mesh with an axis `"replica"`.
-            context: The argument of `fn`.
-            remainder: See there; with several workers, `"keep"` drops an incomplete
-                step.
-            prefetch: Number of steps to prefetch; 0 uses no thread.
-            input_shard: This worker's shard; None: there is one worker.
-            num_replicas: `R`; None: one on each device along the axis.
+        `context` is the argument of `fn`. For the other arguments see that method and
+        `DistributedInput`.
         """
         super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
         self._fn = fn
@@ -94,7 +87,7 @@ class DistributedDatasetFromFunction(DistributedInput):
         dataset = self._fn(context)
         with closing(batches(dataset, iteration=iteration)) as source:
             for index in itertools.count():
-                group = own_copies(source, num_replicas)
+                group = _next_batches(source, num_replicas)
                 if not group:
                     return
                 split = stack_replica_batches(group, num_replicas, self._policy)
@@ -108,10 +101,10 @@ class DistributedDatasetFromFunction(DistributedInput):
                 yield split
 
 
-def own_copies(source: Iterable[PyTree], number: int) -> list[PyTree]:
-    """Read at most `number` batches; copy each of several batches.
+def _next_batches(source: Iterable[PyTree], number: int) -> list[PyTree]:
+    """Read at most `number` batches.
 
-    A dataset may overwrite the buffers of a batch with the next batch.
+    Copies several batches: a dataset may overwrite a batch with the next one.
     """
     group = itertools.islice(source, number)
     if number == 1:

@@ -18,6 +18,7 @@ from replicax._util.types import PyTree
 from replicax.cluster.workers import Workers
 from replicax.engine.composites import is_key
 from replicax.errors import InputError
+from replicax.input.prefetch import is_abandoned
 from replicax.input.sparse_rows import DividedRows, SparseRows, by_rows
 from replicax.input.split import leaf_name
 
@@ -58,7 +59,6 @@ class SharedEpoch(Generic[_Batch]):
         check: Whether to compare the first batches in that case.
         num_batches: The number of batches, if it is certain; None: unknown.
         size_of: Returns the number of examples in a batch.
-        cancelled: Returns whether the consumer has stopped.
     """
 
     workers: Workers
@@ -67,7 +67,6 @@ class SharedEpoch(Generic[_Batch]):
     check: bool = True
     num_batches: int | None = None
     size_of: Callable[[_Batch], int]
-    cancelled: Callable[[], bool] = lambda: False
 
 
 class _WindowMessage(TypedDict):
@@ -91,23 +90,20 @@ def in_step(batches: Iterable[_Batch], epoch: SharedEpoch[_Batch]) -> Generator[
 
     Workers exchange the sizes of four batches at a time through the coordination
     service, while earlier steps run; if all know their number of batches, only once.
+    The epoch ends early if the consumer of this thread has stopped.
 
     Raises:
         InputError: On all workers, if one has no batch at all, or if first batches that
             should be the same are not.
     """
-    if epoch.workers.count == 1:
-        yield from batches
-        return
     with contextlib.suppress(_Cancelled):
         # One iterator: Keras passes a Grain dataset, and each `iter` restarts it.
-        yield from _in_step(iter(batches), epoch)
+        yield from _common_batches(iter(batches), epoch)
 
 
-def _in_step(
+def _common_batches(
     batches: Iterator[_Batch], epoch: SharedEpoch[_Batch]
 ) -> Generator[_Batch]:
-    """Exchange messages about the next batches, and yield those that all have."""
     window = list(itertools.islice(batches, 1))
     messages = _exchange(epoch, window, is_first=True)
     _check_first(epoch, messages)
@@ -143,10 +139,10 @@ def _in_step(
 def _exchange(
     epoch: SharedEpoch[_Batch], window: Sequence[_Batch], *, is_first: bool = False
 ) -> list[_WindowMessage]:
-    """Exchange a message with the other workers, unless the consumer has stopped."""
+    """Exchange a message about the next batches with the other workers."""
 
-    def stop_if_cancelled(missing: Sequence[int]) -> None:
-        if epoch.cancelled():
+    def stop_if_abandoned(missing: Sequence[int]) -> None:
+        if is_abandoned():
             raise _Cancelled
 
     is_compared = is_first and window and epoch.same_data and epoch.check
@@ -161,7 +157,7 @@ def _exchange(
         mine,
         # A worker may read its next batches for as long as a step may wait.
         timeout_seconds=epoch.workers.timeouts.step,
-        while_waiting=stop_if_cancelled,
+        while_waiting=stop_if_abandoned,
         in_order=False,
     )
 

@@ -3,13 +3,12 @@
 import atexit
 import contextlib
 import functools
-import itertools
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 
@@ -55,14 +54,8 @@ class Producer(threading.Thread, Generic[T]):
         stopped: Whether the consumer has stopped.
     """
 
-    LOOK_SECONDS: ClassVar = 5.0
-    """Interval at which a waiting thread checks that the consumer still exists."""
-
-    def __init__(
-        self, consumer: object, make_iterator: Callable[[], Iterable[T]], depth: int
-    ) -> None:
+    def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
         super().__init__(name="replicax-prefetch", daemon=True)
-        self._consumer = weakref.ref(consumer)
         self.items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
         self.slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.stopped = False
@@ -99,21 +92,12 @@ class Producer(threading.Thread, Generic[T]):
         self.items.put(end)
         del end  # The error's traceback refers to this frame: break the cycle.
 
-    def _wait_for_slot(self) -> bool:
-        """Wait until an item may be produced; False: the consumer has stopped."""
-        while True:
-            try:
-                self.slots.get(timeout=self.LOOK_SECONDS)
-            except queue.Empty:
-                # An interrupt in a finalizer can prevent the call of `stop`.
-                if self._consumer() is not None:
-                    continue
-                self.stopped = True
-            return not self.stopped
-
     def _produce(self, iterator: Iterator[T]) -> None:
         try:
-            while self._wait_for_slot():
+            while True:
+                self.slots.get()
+                if self.stopped:
+                    return
                 try:
                     # A variable would keep the batch on the device while this thread
                     # waits for the next slot.
@@ -132,13 +116,7 @@ class Prefetched(Iterator[T]):
     """
 
     def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
-        producer = self.producer = Producer(self, make_iterator, depth)
-        # `zip` would keep its last item alive.
-        self._items_for_slots = map(
-            lambda item, _: item,
-            itertools.starmap(producer.items.get, itertools.repeat(())),
-            itertools.starmap(producer.slots.put, itertools.repeat((None,))),
-        )
+        self.producer = Producer(make_iterator, depth)
         weakref.finalize(self, self.producer.stop).atexit = False
         _join_producers_at_exit()
         self.producer.start()
@@ -153,8 +131,9 @@ class Prefetched(Iterator[T]):
         producer = self.producer
         if producer.stopped:
             raise StopIteration
-        # One call of C gets the item and returns its slot: no interrupt in between.
-        item = next(self._items_for_slots)
+        # First the slot: an interrupt while this thread waits must not lose it.
+        producer.slots.put(None)
+        item = producer.items.get()
         if not isinstance(item, _End):
             return item
         producer.stopped = True

@@ -10,7 +10,6 @@ from typing import TypeVar
 from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 from replicax.input.lockstep import SharedEpoch, in_step
-from replicax.input.prefetch import is_abandoned
 from replicax.input.sources import Dataset
 from replicax.input.split import leading_size
 
@@ -223,7 +222,6 @@ class InputShard:
         same_data: bool = True,
         num_batches: int | None = None,
         size_of: Callable[[_Batch], int] = lambda batch: leading_size(batch, "fit"),
-        cancelled: Callable[[], bool] = is_abandoned,
     ) -> Iterator[_Batch]:
         """Yield batches as long as every worker has a next batch.
 
@@ -242,6 +240,5 @@ class InputShard:
             check=self._check_input,
             num_batches=num_batches,
             size_of=size_of,
-            cancelled=cancelled,
         )
         return in_step(batches, epoch)
