@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.recorded_environments import (
-    JAX,
     KERAS,
     POOLS,
     ROWS,
@@ -221,15 +220,6 @@ CONTRADICTIONS = {
     "TF_CONFIG and torchrun, numbers": (
         torchrun(1, 1, 4, TF_CONFIG=tf_config(1, "a:1", "b:1")),
         ["TF_CONFIG says process 1 of 2", "torchrun says process 1 of 4"],
-    ),
-    "TF_CONFIG and torch, indices": (
-        torchrun(1, 2, TF_CONFIG=tf_config(0, "a:1", "b:1")),
-        ["TF_CONFIG says process 0 of 2", "torchrun says process 1 of 2 (RANK='1'"],
-    ),
-    "Keras and JAX": (
-        {**named(0, KERAS, 2), **named(1, JAX, 2)},
-        ["keras says process 0 of 2 (KERAS_DISTRIBUTION_PROCESS_ID='0'",
-         "jax says process 1 of 2 (JAX_PROCESS_ID='1'"],
     ),
     "one process of mpirun on each host of SageMaker": (
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",

@@ -110,12 +110,3 @@ def test_the_line_has_the_figures() -> None:
     )
     unknown = dataclasses.replace(USUAL, communication=None)
     assert "communication not measured" in summary(unknown)
-
-
-def test_a_straggler_is_the_advice() -> None:
-    text = "worker:0 waits for worker:1: of the 100 ms of a step, ..."
-    slow = dataclasses.replace(USUAL, straggler=text, communication=0.6)
-    assert diagnose(slow) == f"one worker is slower: {text}"
-    # Its slow input is the cause.
-    starved = dataclasses.replace(slow, input=0.6, input_worker="worker:1")
-    assert diagnose(starved).startswith("input-bound on worker:1")

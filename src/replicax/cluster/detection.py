@@ -98,7 +98,7 @@ def resolve(
         return TFConfigClusterResolver(), place
     if jax.distributed.is_initialized():
         return RunningCluster(environment.name), place
-    address = environment.coordinator(place, timeouts)
+    address = environment.coordinator(place)
     try:
         parse_address(address)
     except ValueError as error:
@@ -183,14 +183,16 @@ def _check_agreement(
     other: tuple[ClusterEnvironment, Membership],
     caller: str,
 ) -> None:
-    """Raise a `ClusterConfigError` if two launchers describe different jobs."""
+    """Raise a `ClusterConfigError` if an outer launcher has started more processes.
+
+    It may have started fewer, such as one on each machine. JAX's job must be the same.
+    """
     (inner, first), (outer, second) = chosen, other
-    agrees = first.count == second.count and (
-        first.index == second.index or None in (first.index, second.index)
-    )
-    if outer.name != "jax.distributed":
-        agrees |= second.count in (1, first.outer_count)
-        agrees |= first.outer_count == 0 and second.count < first.count
+    if outer.name == "jax.distributed":
+        indices = {first.index, second.index} - {None}
+        agrees = first.count == second.count and len(indices) == 1
+    else:
+        agrees = second.count <= max(first.count, first.num_tasks)
         agrees |= first.count > 1 and outer.name in inner.replaces
     if not agrees:
         raise ClusterConfigError(

@@ -34,7 +34,6 @@ class Heartbeat:
             exchange raises an error of its own if a worker is missing.
         has_left: Whether its script has ended.
         failure: The report of the failure that ends the worker; None: none.
-        spent: Seconds of its own work, and of waiting for others.
         frozen: The step count when `StopRequest` froze it; None: no stop is requested.
         interrupted: Whether Ctrl-C has requested a stop.
     """
@@ -49,7 +48,6 @@ class Heartbeat:
     is_waiting: bool = False
     has_left: bool = False
     failure: dict[str, Any] | None = None
-    spent: tuple[float, float] = (0.0, 0.0)
     frozen: int | None = None
     interrupted: bool = False
 

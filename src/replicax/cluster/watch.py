@@ -7,7 +7,6 @@ retryable if a restart may help.
 
 import dataclasses
 import json
-import logging
 import sys
 import threading
 import time
@@ -20,12 +19,10 @@ from replicax.cluster.failure import ExitCode, FailureReport, end_process
 from replicax.cluster.failure_detector import Heartbeat, Sign, judge
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
-from replicax.cluster.stragglers import Stragglers, WaitSampler
 from replicax.cluster.timeouts import Timeouts
 
 __all__ = ["Watch"]
 
-_logger = logging.getLogger("replicax")
 _STATUS = "replicax/status"
 _FIELDS = [field.name for field in dataclasses.fields(Heartbeat)]
 _POLL_SECONDS = 0.05
@@ -55,11 +52,8 @@ class Watch:
         me: This worker's entry in `signs`.
         store: The key-value store of the workers.
         is_missed: Whether the others still needed this worker after its script ended.
-        num_exchanging: Number of exchanges in which this worker's threads wait.
         log: This worker's log of collective operations.
         order: The comparison of the workers' logs.
-        sampler: Measures how long this worker works, and waits.
-        stragglers: The detector of stragglers; the first worker uses it.
     """
 
     def __init__(
@@ -79,11 +73,8 @@ class Watch:
         self.me = self.signs[index]
         self.store = store
         self.is_missed = False
-        self.num_exchanging = 0
         self.log = DispatchLog()
         self.order = OrderCheck(self.log, len(names), index, store)
-        self.sampler = WaitSampler()
-        self.stragglers = Stragglers(names)
         self._index = index
         self._timeouts = timeouts
         self._stop = stop
@@ -172,28 +163,14 @@ class Watch:
             except StoreError:
                 continue  # The other thread checks the time since the last answer.
             self._contact_at = time.monotonic()
-            if self._index == 0 and self.sampler.is_on:
-                spent = [sign.spent for sign in self.signs]
-                text = self.stragglers.look(self._contact_at, spent, self.me.steps)
-                if text is not None:
-                    _logger.warning("%s", text)
 
     def _wait_for_next(self) -> bool:
         """Wait until the next exchange; return False after `close`."""
         begin = time.monotonic()
         while not self._closed.wait(min(_POLL_SECONDS, self._interval)):
-            now = time.monotonic()
-            if self.sampler.is_due(now):
-                self._note_progress()
-                self.sampler.sample(
-                    now,
-                    is_in_step=self.me.completed < self.me.dispatched,
-                    is_dispatching=self._latest[1] is _NOT_YET,
-                    is_exchanging=self.num_exchanging > 0,
-                )
             # While the workers agree on the step to stop after, their scripts wait.
             is_urgent = self._stop.is_settling or self.order.is_settling
-            if is_urgent or now - begin >= self._interval:
+            if is_urgent or time.monotonic() - begin >= self._interval:
                 return True
         return False
 
@@ -209,7 +186,6 @@ class Watch:
             me.beat += 1
             me.differs_after = self.order.differs_after
             me.interrupted = self._stop.interrupted
-            me.spent = self.sampler.spent
             beat = {name: getattr(me, name) for name in _FIELDS}
             self.store.put(f"{_STATUS}/{self._index}", json.dumps(beat))
 

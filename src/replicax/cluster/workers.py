@@ -3,7 +3,6 @@
 import collections
 import functools
 import json
-import threading
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -61,7 +60,6 @@ class Workers:
         self._exchanges: collections.Counter[str] = collections.Counter()
         self._num_streams = 0
         self._num_agreements = 0
-        self._count_lock = threading.Lock()
         if store is not None:
             self.watch = Watch(
                 self.names, self.addresses, index, store, self.timeouts, self.stop
@@ -151,8 +149,6 @@ class Workers:
             if in_order:
                 self._require_same_order(watch, what or name, overtaken)
 
-        with self._count_lock:
-            watch.num_exchanging += 1
         try:
             folder = f"{keys}/{number}"
             watch.store.put(f"{folder}/{self.index}", json.dumps(value))
@@ -168,9 +164,6 @@ class Workers:
                 f"{self.name}: the coordination service beside {self._listed([0])} "
                 f"does not answer ({error}); {name} needed it."
             ) from error
-        finally:
-            with self._count_lock:
-                watch.num_exchanging -= 1
 
     def _values_in(
         self,

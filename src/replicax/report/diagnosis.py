@@ -33,7 +33,6 @@ class Measurements:
         start: Share of starting programs; None: not measured.
         is_compressed: Whether gradients are sent as bfloat16.
         input_worker: The name of the worker that waits most; empty: the only one.
-        straggler: A sentence about the slowest worker; empty: there is none.
     """
 
     executions: int
@@ -48,7 +47,6 @@ class Measurements:
     steps_per_execution: int = 1
     is_compressed: bool = False
     input_worker: str = ""
-    straggler: str = ""
 
 
 def shares(measured: Measurements) -> dict[str, float | None]:
@@ -92,8 +90,6 @@ def diagnose(measured: Measurements) -> str:
             "(PyDataset(workers=...), Grain's mp_prefetch), or keep prepared ones in "
             f"memory{more}"
         )
-    if measured.straggler:
-        return f"one worker is slower: {measured.straggler}"
     if share_of["start"] > _LARGE:
         return _small_batch(measured)
     if share_of["communication"] > _LARGE:

@@ -240,7 +240,6 @@ class FitReport:
             steps_per_execution=self._model.steps_per_execution,
             is_compressed=self.worker.compression is not None,
             input_worker=input_worker,
-            straggler=self.worker.straggler,
         )
 
     def _probed(self, executions: int) -> tuple[float | None, float | None]:

@@ -135,14 +135,6 @@ class ReportedWorker:
         return self.servers is None and len(self.names) > 1
 
     @property
-    def straggler(self) -> str:
-        """A sentence about the slowest worker, on worker 0; empty: there is none."""
-        if self.strategy is None or not self.is_synchronous:
-            return ""
-        watch = self.strategy.workers.watch
-        return "" if watch is None else watch.stragglers.message
-
-    @property
     def compression(self) -> str | None:
         """The compression of gradients; None: none."""
         if self.strategy is None or self.servers is not None:

@@ -145,8 +145,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         # The variables whose values the workers have compared, by id.
         self._compared = weakref.WeakValueDictionary[int, Variable]()
         synchronize_random_state(workers)
-        if workers.watch is not None:
-            workers.watch.sampler.start(devices[0].platform)
 
     def _join_workers(self, timeouts: Timeouts, gpus: Sequence[int] | None) -> Workers:
         """Join the workers to train with."""

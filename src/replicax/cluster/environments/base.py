@@ -1,4 +1,4 @@
-"""The base class of launchers, and the result of detecting a launcher."""
+"""The base class of launchers, and a process' place among the others."""
 
 import os
 import re
@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from replicax.cluster.resolvers import ClusterResolver, SimpleClusterResolver
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterConfigError
 
-__all__ = ["ALONE", "ClusterEnvironment", "IncompleteError", "Membership"]
+__all__ = ["ADDRESS", "ALONE", "ClusterEnvironment", "IncompleteError", "Membership"]
 
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
 ALONE = "To train in this process alone, pass cluster_resolver='alone'."
 
 # JAX's range for coordinators; Linux chooses its ephemeral ports below it.
@@ -30,8 +30,8 @@ class Membership:
         coordinator: Otherwise the address `"host:port"` that process 0 listens on.
         local: This process' index on its machine, and the number of processes there,
             if the launcher leaves the choice of devices to the processes.
-        outer_count: Number of processes that an outer launcher counts in place of
-            `count`, such as one daemon on each machine; 0: unknown; None: `count`.
+        num_tasks: Number of the launcher's processes, also of those that do not train;
+            0: `count`.
     """
 
     index: int | None = 0
@@ -39,7 +39,7 @@ class Membership:
     resolver: ClusterResolver | None = None
     coordinator: str = ""
     local: tuple[int, int] | None = None
-    outer_count: int | None = None
+    num_tasks: int = 0
 
 
 class IncompleteError(ClusterConfigError):
@@ -68,6 +68,8 @@ class ClusterEnvironment(ABC):
         size: Name of the variable with the number of processes.
         host: Name of the variable with the coordinator's host, or its whole address.
         port: Name of the variable with the coordinator's port; empty: `host` has both.
+        local: Names of the variables with the index and the number of processes on
+            this machine; the first pair that is set counts.
         replaces: Launchers whose variables describe this launcher's daemons.
     """
 
@@ -76,6 +78,7 @@ class ClusterEnvironment(ABC):
     size: ClassVar[str] = ""
     host: ClassVar[str] = ""
     port: ClassVar[str] = ""
+    local: ClassVar[tuple[tuple[str, str], ...]] = ()
     replaces: ClassVar[tuple[str, ...]] = ()
 
     def detect(self) -> bool:
@@ -93,11 +96,15 @@ class ClusterEnvironment(ABC):
         index, count = self.index_and_count()
         if count == 1:
             return Membership()
-        return Membership(index=index, count=count, coordinator=self.address(count))
+        return Membership(
+            index=index,
+            count=count,
+            coordinator=os.environ.get(ADDRESS) or self.address(count),
+            local=self.local_place(),
+        )
 
-    def coordinator(self, place: Membership, timeouts: Timeouts) -> str:
+    def coordinator(self, place: Membership) -> str:
         """Return the address that process 0 listens on; may ask the launcher."""
-        del timeouts
         return place.coordinator
 
     def index_and_count(self) -> tuple[int, int]:
@@ -108,18 +115,19 @@ class ClusterEnvironment(ABC):
 
     def address(self, count: int) -> str:
         """Read the coordinator's address; `JAX_COORDINATOR_ADDRESS` overrides it."""
-        if override := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-            return override
         names = [name for name in (self.host, self.port) if name]
         self.require(*names, count=count)
         if not self.port:
             return os.environ[self.host]
         return f"{bracketed(os.environ[self.host])}:{self.number(self.port, 1, 65535)}"
 
-    def local_rank(self, index: str, size: str) -> tuple[int, int] | None:
+    def local_place(self) -> tuple[int, int] | None:
         """Read the index and the number of processes on this machine; None: not set."""
-        count = self.number(size, 1) if os.environ.get(size) else 0
-        return (self.number(index, 0, count - 1), count) if count else None
+        for index, size in self.local:
+            if os.environ.get(size):
+                count = self.number(size, 1)
+                return self.number(index, 0, count - 1), count
+        return None
 
     def require(self, *names: str, count: int = 0, remedy: str = "") -> None:
         """Raise an `IncompleteError` unless all variables are set."""

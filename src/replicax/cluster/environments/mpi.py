@@ -1,11 +1,11 @@
 """MPI launchers. The script itself needs no MPI library."""
 
-import dataclasses
 import os
 import re
 from pathlib import Path
 
 from replicax.cluster.environments.base import (
+    ADDRESS,
     ClusterEnvironment,
     Membership,
     bracketed,
@@ -30,11 +30,8 @@ class OpenMPI(ClusterEnvironment):
     name = "openmpi"
     index = "OMPI_COMM_WORLD_RANK"
     size = "OMPI_COMM_WORLD_SIZE"
+    local = (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),)
     replaces = ("slurm",)
-
-    def membership(self) -> Membership:
-        """Read the variables."""
-        return _with_local(super().membership(), self._local())
 
     def address(self, count: int) -> str:
         """Derive the coordinator's address from the job's name."""
@@ -43,17 +40,10 @@ class OpenMPI(ClusterEnvironment):
             host, seed = match[2], int(match[1]) >> 12  # Job ids differ by >= 4096.
         elif match := _NAMESPACE.fullmatch(os.environ.get("PMIX_NAMESPACE", "")):
             host, seed = match[1], int(match[2])
-        if not host or "JAX_COORDINATOR_ADDRESS" in os.environ:
-            self.require("JAX_COORDINATOR_ADDRESS", count=count)
-            return os.environ["JAX_COORDINATOR_ADDRESS"]
-        local = self._local()
-        is_one_host = local is not None and local[1] == count
-        return f"{'localhost' if is_one_host else bracketed(host)}:{default_port(seed)}"
-
-    def _local(self) -> tuple[int, int] | None:
-        return self.local_rank(
-            "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-        )
+        if not host:
+            self.require(ADDRESS, count=count)
+        host = "localhost" if _is_one_host(self, count) else bracketed(host)
+        return f"{host}:{default_port(seed)}"
 
 
 class ProcessManagement(ClusterEnvironment):
@@ -66,6 +56,10 @@ class ProcessManagement(ClusterEnvironment):
     name = "mpich"
     index = "PMI_RANK"
     size = "PMI_SIZE"
+    local = (
+        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    )
     replaces = ("slurm",)
 
     def detect(self) -> bool:
@@ -76,32 +70,23 @@ class ProcessManagement(ClusterEnvironment):
         """Read the variables."""
         if "PMIX_RANK" in os.environ and not super().detect():
             self.require("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
-        return _with_local(super().membership(), self._local())
+        return super().membership()
 
     def address(self, count: int) -> str:
-        """Read the coordinator's address, or derive it if there is one machine."""
-        local = self._local()
-        has_override = "JAX_COORDINATOR_ADDRESS" in os.environ
-        if local is not None and local[1] == count and not has_override:
-            return f"localhost:{default_port(_launcher_id())}"
-        self.require(
-            "JAX_COORDINATOR_ADDRESS",
-            count=count,
-            remedy="Name a host and a port of the machine of process 0: mpiexec -genv "
-            "JAX_COORDINATOR_ADDRESS host:port.",
-        )
-        return os.environ["JAX_COORDINATOR_ADDRESS"]
-
-    def _local(self) -> tuple[int, int] | None:
-        return self.local_rank("MPI_LOCALRANKID", "MPI_LOCALNRANKS") or (
-            self.local_rank("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-        )
+        """Derive the coordinator's address, if there is one machine."""
+        if not _is_one_host(self, count):
+            self.require(
+                ADDRESS,
+                count=count,
+                remedy="Name a host and a port of the machine of process 0: mpiexec "
+                f"-genv {ADDRESS} host:port.",
+            )
+        return f"localhost:{default_port(_launcher_id())}"
 
 
-def _with_local(place: Membership, local: tuple[int, int] | None) -> Membership:
-    has_equal_hosts = local is not None and place.count % local[1] == 0
-    num_hosts = place.count // local[1] if local and has_equal_hosts else 0
-    return dataclasses.replace(place, local=local, outer_count=num_hosts)
+def _is_one_host(environment: ClusterEnvironment, count: int) -> bool:
+    place = environment.local_place()
+    return place is not None and place[1] == count
 
 
 def _launcher_id() -> int:

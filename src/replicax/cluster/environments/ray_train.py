@@ -2,10 +2,8 @@
 
 import contextlib
 import sys
-import threading
-from typing import Any, NoReturn
+from typing import Any
 
-from replicax._util.waiting import wait_for
 from replicax.cluster.environments.base import (
     ClusterEnvironment,
     IncompleteError,
@@ -13,8 +11,6 @@ from replicax.cluster.environments.base import (
     bracketed,
 )
 from replicax.cluster.listening import free_port
-from replicax.cluster.timeouts import Timeouts
-from replicax.errors import ClusterError
 
 __all__ = ["RayTrain"]
 
@@ -47,47 +43,19 @@ class RayTrain(ClusterEnvironment):
             )
         return Membership(index=index, count=count)
 
-    def coordinator(self, place: Membership, timeouts: Timeouts) -> str:
-        """Broadcast the address of worker 0."""
-        return _broadcast(place.index or 0, place.count, timeouts.startup)
+    def coordinator(self, place: Membership) -> str:
+        """Broadcast the address of worker 0.
+
+        Ray warns each minute about missing workers, and raises an error after
+        `RAY_TRAIN_COLLECTIVE_TIMEOUT_S` seconds if this variable is set.
+        """
+        import ray.train.collective  # pyright: ignore[reportMissingImports]
+        import ray.util  # pyright: ignore[reportMissingImports]
+
+        host = bracketed(ray.util.get_node_ip_address())
+        address = f"{host}:{free_port() if place.index == 0 else 0}"
+        return ray.train.collective.broadcast_from_rank_zero(address)
 
     def described(self) -> str:
         """The source of the values."""
         return "ray.train.get_context()"
-
-
-def _broadcast(index: int, count: int, seconds: float) -> str:
-    import ray.train.collective  # pyright: ignore[reportMissingImports]
-    import ray.util  # pyright: ignore[reportMissingImports]
-
-    host = bracketed(ray.util.get_node_ip_address())
-    own = f"{host}:{free_port() if index == 0 else 0}"
-    outcome: list[str | BaseException] = []
-
-    def broadcast() -> None:
-        try:
-            outcome.append(ray.train.collective.broadcast_from_rank_zero(own))
-        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-            outcome.append(error)
-
-    # In a thread, because Ray's call has no deadline.
-    thread = threading.Thread(target=broadcast, name="replicax-ray", daemon=True)
-    thread.start()
-
-    def late() -> NoReturn:
-        raise ClusterError(
-            f"worker:{index}: not all of the {count} workers of Ray Train created a "
-            f"strategy within {seconds:.0f} s. Create it in every worker, or give it "
-            "more time (rx.Timeouts(startup=...))."
-        )
-
-    (result,) = wait_for(
-        lambda: outcome or None,
-        seconds,
-        late=late,
-        sleep=thread.join,
-        pauses=(1.0, 1.0),
-    )
-    if isinstance(result, BaseException):
-        raise result
-    return result

@@ -1,6 +1,5 @@
 """Launchers that set an index, a number of processes and an address."""
 
-import dataclasses
 import os
 
 import jax
@@ -45,7 +44,7 @@ class TFConfig(ClusterEnvironment):
             index=names.index(own) if own in names else None,
             count=max(1, len(names)),
             resolver=resolver,
-            outer_count=None if num_tasks == len(names) else num_tasks,
+            num_tasks=num_tasks,
         )
 
 
@@ -94,21 +93,12 @@ class Torchrun(ClusterEnvironment):
     size = "WORLD_SIZE"
     host = "MASTER_ADDR"
     port = "MASTER_PORT"
-
-    def membership(self) -> Membership:
-        """Read the variables."""
-        is_elastic = bool(os.environ.get("GROUP_WORLD_SIZE"))
-        return dataclasses.replace(
-            super().membership(),
-            local=self.local_rank("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-            outer_count=self.number("GROUP_WORLD_SIZE", 1) if is_elastic else None,
-        )
+    local = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"),)
 
     def address(self, count: int) -> str:
         """Read the coordinator's address."""
         address = super().address(count)
-        is_agent_port = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if not is_agent_port or os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return address
         host, _, port = address.rpartition(":")
         return f"{host}:{default_port(int(port))}"
