@@ -38,7 +38,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
         ("fd00::1:2222", "needs brackets"),
         ("[a]:1", "'a' is no IPv6 address"),
         ("[]:1", "'' is no IPv6 address"),
-        ("http://a:1", "has a scheme"),
+        ("http://a:1", "'http://a' is no host name"),
         ("a b:1", "'a b' is no host name"),
         ("user@a:1", "'user@a' is no host name"),
         (1, "not a string"),

@@ -116,8 +116,7 @@ def test_one_worker_has_the_program_already() -> None:
         assert result.exit_code == 1, result.output
         assert result.report is not None
         assert (result.report.kind, result.report.culprit) == ("mismatch", "worker:1")
-        assert "worker:1 has to compile the program of run(" in result.output
-        assert "but worker:0 went on with a program that it has already" in (
-            result.output
-        )
+        assert "waits in the agreement on the program of run(" in result.output
+        assert "went on to step 3 without it" in result.output
+        assert "with batches of equal shapes" in result.output
         assert "ClusterMismatchError" in result.output

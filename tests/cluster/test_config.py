@@ -68,20 +68,22 @@ def test_all_on_this_machine() -> None:
 
 
 FAULTS = [
-    ("{oops", "not valid JSON: .* at line 1, column 2, near '{oops'"),
+    ("{oops", "not valid JSON: .*: line 1 column 2"),
     ("[1]", r"it is not a JSON object; got \[1\]"),
     ("null", "it is not a JSON object; got None"),
-    ('{"cluster": {"worker": ["a:1"]}}', "'task' is missing"),
+    ('{"cluster": {"worker": ["a:1"]}}', "'task' must have .* type=None, index=None"),
     ('{"task": {"type": "worker", "index": 0}}', "'cluster' is missing"),
     (document({}), "'cluster' has no jobs"),
     (document([]), r"'cluster' is not a JSON object; got \[\]"),
     (json.dumps({"cluster": WORKERS, "task": "worker"}), "'task' is not a JSON obj"),
-    (json.dumps({"cluster": WORKERS, "task": {"index": 0}}), "'type' is missing"),
-    (json.dumps({"cluster": WORKERS, "task": {"type": "worker"}}), "'index' is miss"),
-    (document({**WORKERS, "wroker": ["c:1"]}), "'wroker' .* did you mean 'worker'"),
+    (json.dumps({"cluster": WORKERS, "task": {"index": 0}}), "got type=None, index=0"),
+    (
+        json.dumps({"cluster": WORKERS, "task": {"type": "worker"}}),
+        "type='worker', index=None",
+    ),
+    (document({**WORKERS, "wroker": ["c:1"]}), "'wroker' is no job; there are chief"),
     (document({**WORKERS, "master": ["c:1"]}), "'master' .* write 'chief'"),
-    (document({**WORKERS, "x": ["c:1"]}), "'x' is no job; there are chief, worker"),
-    (document(WORKERS, "Workers"), "type 'Workers' is no job; did you mean 'worker'"),
+    (document(WORKERS, "Workers"), "type 'Workers' is no job; there are"),
     (document(WORKERS, ["worker"]), r"type \['worker'\] is no job; there are"),
     (document(WORKERS, "chief"), "is a chief, but the cluster has none; .* 'worker'"),
     (document(WORKERS, index=2), "index 2 is out of range; job 'worker' has 2 tasks"),
@@ -95,16 +97,12 @@ FAULTS = [
     (document({"worker": ["a:1", "b"]}), "address 'b' of worker:1: it has no port"),
     (document({"worker": ["a:1", 7]}), "address 7 of worker:1: it is not a string"),
     (document({"worker": ["a:1", ":1"]}), "address ':1' of worker:1: it has no host"),
-    (document({"worker": ["a:1", "A:1"]}), "'A:1' is given to worker:0 and w"),
-    (document({"worker": ["a:1"] * 30}), "worker:0 and worker:1; expected"),
-    (document({**WORKERS, "ps": ["b:1"]}), "'b:1' is given to worker:1 and ps:0;"),
     (document({**WORKERS, "chief": ["c:1", "d:1"]}), "only one chief; got 2"),
     (document({**WORKERS, "evaluator": ["c:1", "d:1"]}), "only one evaluator; got 2"),
     (
         document({"worker": ["a:1", "localhost:1"]}),
         r"other machines cannot reach worker:1 \('localhost:1'\)",
     ),
-    ('{"cluster": {}, "cluster": {}}', "key 'cluster' occurs 2 times"),
 ]
 
 
@@ -115,7 +113,7 @@ def test_one_fault(text: str, problem: str) -> None:
 
 def test_the_cluster_is_checked_before_the_task() -> None:
     text = document({"wroker": ["a:1"], "worker": ["b"]}, "wrk")
-    assert problem_of(text).startswith("'wroker' is no job; did you mean 'worker'?")
+    assert problem_of(text).startswith("'wroker' is no job;")
 
 
 def test_the_message_shows_the_value_and_an_example() -> None:

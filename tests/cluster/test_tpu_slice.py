@@ -129,7 +129,7 @@ def test_malformed_environments(variables: dict[str, str], message: str) -> None
     ("tpu", "message"),
     [
         ("grpc://10.0.0.2:8470", r"tpu='grpc://10.0.0.2:8470' is not this machine"),
-        ("my-tpu", r"tpu='my-tpu' is not .*\(TPU_NAME is not set\).*start it there"),
+        ("my-tpu", r"tpu='my-tpu' is not this machine\. .*start it there"),
     ],
 )
 def test_a_remote_tpu_is_refused(tpu: str, message: str) -> None:
@@ -145,11 +145,6 @@ def test_this_machines_own_name_is_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         Resolver("yours")
     with pytest.raises(ClusterConfigError, match=r"job-0-0\.service"):
         Resolver("grpc://job-0-0.service:8470")
-
-
-def test_a_number_is_no_name() -> None:
-    with pytest.raises(TypeError, match="tpu must be a string or None; got 3"):
-        Resolver(3)  # type: ignore[arg-type]
 
 
 # The metadata server.
@@ -249,12 +244,6 @@ def hangs(connection: socket.socket, stop: threading.Event) -> None:
     stop.wait(20)
 
 
-def stops(connection: socket.socket, stop: threading.Event) -> None:
-    """An answer that is cut off."""
-    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nabc")
-    connection.shutdown(socket.SHUT_RDWR)
-
-
 @pytest.fixture
 def answer(
     monkeypatch: pytest.MonkeyPatch,
@@ -297,12 +286,6 @@ def test_a_server_that_does_not_answer(answer) -> None:
     assert "'agent-worker-number'" in message
     assert "TPU_SKIP_MDS_QUERY=1" in message
     assert "TPU_WORKER_HOSTNAMES and TPU_WORKER_ID" in message
-
-
-def test_an_answer_that_is_cut_off(answer) -> None:
-    answer(stops)
-    with pytest.raises(ClusterConfigError, match="no answer: IncompleteRead"):
-        detect_slice({}, is_tpu_vm=True, timeout_seconds=5.0)
 
 
 def test_there_is_no_server() -> None:

@@ -115,8 +115,6 @@ def test_hosts_of_a_slice_join() -> None:
         assert status == 0, err
         assert f"joined: {i} 2" in out
         assert "TPUStrategy: there is no TPU here; JAX has 2 cpu devices." in out
-        assert "TPUStrategy: the hosts were joined before" in err
-        assert "the timeouts given here are ignored" in err
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +159,7 @@ def test_other_resolvers() -> None:
         connect(resolver)
     with pytest.raises(rx.ClusterConfigError, match="got ClusterSpec"):
         connect(rx.ClusterSpec({"worker": ["a:1"]}))
-    with pytest.raises(rx.ClusterConfigError, match=r"must be a .*TPUClusterResolver"):
+    with pytest.raises(rx.ClusterConfigError, match=r"must be an .*TPUClusterResolver"):
         rx.tpu.experimental.initialize_tpu_system(resolver)  # type: ignore[arg-type]
     with pytest.raises(rx.ClusterConfigError, match="MultiWorkerMirroredStrategy"):
         rx.TPUStrategy(resolver)  # type: ignore[arg-type]

@@ -3,10 +3,8 @@
 import json
 import re
 import reprlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from replicax._util.listing import listed
@@ -159,22 +157,10 @@ class _Problem(Exception):
 
 
 def _document(text: str) -> _JSONObject:
-    def without_repeats(pairs: list[tuple[str, object]]) -> _JSONObject:
-        for key, count in Counter(key for key, _ in pairs).items():
-            if count > 1:
-                raise _Problem(f"the key {key!r} occurs {count} times")
-        return dict(pairs)
-
     try:
-        document = json.loads(text, object_pairs_hook=without_repeats)
-    except json.JSONDecodeError as error:
-        near = text[max(0, error.pos - 10) : error.pos + 20]
-        raise _Problem(
-            f"it is not valid JSON: {error.msg} at line {error.lineno}, column "
-            f"{error.colno}, near {near!r}"
-        ) from error
-    except (ValueError, RecursionError) as error:  # Such as 5,000 digits.
-        raise _Problem(f"it is not usable JSON: {error}") from error
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _Problem(f"it is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise _Problem(f"it is not a JSON object; got {_shown(document)}")
     return document
@@ -197,10 +183,11 @@ def _number(value: object) -> Any:
 
 
 def _check_jobs(cluster: Mapping[str, object], *, allow_ps: bool = True) -> None:
-    addresses: list[tuple[str, str, Address]] = []
+    loopback: list[str] = []
+    others: list[str] = []
     for job, tasks in cluster.items():
         if job not in JOBS:
-            raise _Problem(f"{job!r} is no job; {_nearest(job)}")
+            raise _Problem(f"{job!r} is no job; {_hint(job)}")
         if not isinstance(tasks, list):
             raise _Problem(
                 f"job {job!r} is not a list of 'host:port' strings; got {_shown(tasks)}"
@@ -220,54 +207,37 @@ def _check_jobs(cluster: Mapping[str, object], *, allow_ps: bool = True) -> None
                 "remove 'ps'"
             )
         for index, text in enumerate(tasks):
-            name = task_name(job, index)
-            try:
-                addresses.append((name, text, parse_address(text)))
-            except ValueError as error:
-                raise _Problem(f"address {_shown(text)} of {name}: {error}") from error
-    _check_distinct(addresses)
-    _check_loopback(addresses)
-
-
-def _check_distinct(addresses: Sequence[tuple[str, str, Address]]) -> None:
-    tasks_at: dict[Address, list[str]] = {}
-    for task, text, address in addresses:
-        tasks = tasks_at.setdefault(address, [])
-        tasks.append(task)
-        if len(tasks) > 1:
-            raise _Problem(
-                f"address {text!r} is given to {listed(tasks)}; expected a different "
-                "port for each task of a machine"
-            )
-
-
-def _check_loopback(addresses: Sequence[tuple[str, str, Address]]) -> None:
-    # No task connects to an evaluator.
-    servers = [a for a in addresses if not a[0].startswith("evaluator:")]
-    local = [f"{task} ({text!r})" for task, text, a in servers if a.is_loopback]
-    if local and len(local) < len(servers):
+            task = task_name(job, index)
+            group = loopback if _address(text, task).is_loopback else others
+            if job != "evaluator":  # No task connects to an evaluator.
+                group.append(f"{task} ({text!r})")
+    if loopback and others:
         raise _Problem(
-            f"other machines cannot reach {listed(local)}; expected names or addresses "
-            "that all machines of the cluster can reach"
+            f"other machines cannot reach {listed(loopback)}; expected names or "
+            "addresses that all machines of the cluster can reach"
         )
 
 
+def _address(text: object, task: str) -> Address:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise _Problem(f"address {_shown(text)} of {task}: {error}") from error
+
+
 def _check_task(cluster: Mapping[str, object], job: object, index: object) -> None:
-    if job is None and index is None:
-        raise _Problem("'task' is missing; expected the type and index of this process")
-    if job is None:
-        raise _Problem("the task's 'type' is missing; expected the job of this process")
+    if job is None or index is None:
+        raise _Problem(
+            "'task' must have a 'type', this process' job, and an 'index' in the job; "
+            f"got type={_shown(job)}, index={_shown(index)}"
+        )
     if not isinstance(job, str) or job not in JOBS:
-        raise _Problem(f"the task's type {_shown(job)} is no job; {_nearest(job)}")
+        raise _Problem(f"the task's type {_shown(job)} is no job; {_hint(job)}")
     # The cluster need not list its evaluator.
     if job not in cluster and job != "evaluator":
         jobs = ", ".join(map(repr, cluster))
         raise _Problem(
             f"the task is a {job}, but the cluster has none; its jobs are {jobs}"
-        )
-    if index is None:
-        raise _Problem(
-            "the task's 'index' is missing; expected this process' index in its job"
         )
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise _Problem(
@@ -281,11 +251,7 @@ def _check_task(cluster: Mapping[str, object], job: object, index: object) -> No
         )
 
 
-def _nearest(job: object) -> str:
-    if not isinstance(job, str):
-        return f"there are {', '.join(JOBS)}"
+def _hint(job: object) -> str:
     if job == "master":
         return "TensorFlow 1 called the chief so: write 'chief'"
-    near = get_close_matches(job[:40].lower(), JOBS, n=1)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    return f"{hint} are {', '.join(JOBS)}"
+    return f"there are {', '.join(JOBS)}"

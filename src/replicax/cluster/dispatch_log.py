@@ -38,11 +38,6 @@ class Operation:
     mark: bytes
     num_steps: int = 0
 
-    @property
-    def is_program(self) -> bool:
-        """Whether the operation is a program that all workers have agreed on."""
-        return self.mark.startswith(b"program ")
-
 
 @dataclasses.dataclass(frozen=True)
 class LogTail:

@@ -24,7 +24,7 @@ class Heartbeat:
     Attributes:
         beat: Number of heartbeats so far.
         dispatched: Number of programs dispatched to its devices.
-        completed: Number of finished programs, as far as known.
+        completed: Number of programs that are known to have finished.
         steps: Number of training and other steps in the dispatched programs.
         log: Number and checksum of the operations in its `DispatchLog`.
         doing: Name of the last of these operations.

@@ -11,7 +11,6 @@ from replicax.errors import ClusterConfigError
 
 __all__ = ["KubernetesClusterResolver"]
 
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _JOBSET = ("JOBSET_NAME", "jobset-name")
 _REPLICATED_JOB = ("JOBSET_REPLICATED_JOB_NAME", "replicatedjob-name")
 
@@ -96,12 +95,6 @@ class KubernetesClusterResolver(KnownCluster):
                 "the pods' headless service is unknown; pass service=, the value of "
                 "'subdomain' in the pod template"
             )
-        for label in (service, *(f"{names[job]}-{n - 1}" for job, n in counts.items())):
-            if not _LABEL.fullmatch(label):
-                raise _error(
-                    f"{label!r} is no DNS name of a pod or service; expected at most "
-                    "63 lower case letters, digits and '-'"
-                )
         cluster = {
             job: [f"{names[job]}-{i}.{service}:{port}" for i in range(count)]
             for job, count in counts.items()

@@ -13,12 +13,10 @@ import socket
 from collections.abc import Iterable, Iterator
 
 from replicax._private.jax import replace_gloo
-from replicax._util.waiting import wait_for
 from replicax.cluster.addresses import Address, parse_address
 from replicax.cpu.settings import in_batch_class
 
 __all__ = [
-    "await_own_name",
     "free_port",
     "host_to_bind",
     "listener",
@@ -40,27 +38,18 @@ def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
         'localhost'
     """
     local_ips = [ip for ip in _ips_of(own.host) if _is_of_this_machine(ip)]
-    if not local_ips:
-        _log.info(
-            "%s is not an address of this machine, as behind a service or NAT; the "
-            "task listens on all networks.",
-            own.host,
-        )
-        return None
-    resolves_to_loopback = all(ipaddress.ip_address(ip).is_loopback for ip in local_ips)
-    if resolves_to_loopback and not own.is_loopback:
+    has_remote = any(x.host != own.host and not x.is_loopback for x in others)
+    if has_remote and not own.is_loopback:
         # Debian resolves a machine's own name to 127.0.1.1 on the machine itself.
-        remote = [x for x in others if x.host != own.host and not x.is_loopback]
-        if remote:
-            _log.info(
-                "%s is %s here, where %s cannot reach it; the task listens on all "
-                "networks.",
-                own.host,
-                local_ips[0],
-                remote[0].host,
-            )
-            return None
-    return own.host
+        local_ips = [ip for ip in local_ips if not ipaddress.ip_address(ip).is_loopback]
+    if local_ips:
+        return own.host
+    _log.info(
+        "%s is no address of this machine that others can reach, as behind a service "
+        "or NAT; the task listens on all networks.",
+        own.host,
+    )
+    return None
 
 
 @contextlib.contextmanager
@@ -87,22 +76,6 @@ def free_port() -> int:
     """Choose a port that no program of this machine uses now."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
-
-
-def await_own_name(task: str, address: str, seconds: float) -> None:
-    """Wait until DNS knows the host of a task's own address, at most for `seconds`."""
-    host = parse_address(address).host
-    wait_for(
-        lambda: _ips_of(host) or None,
-        seconds,
-        late=list,
-        reminder=lambda waited: (
-            f"{task}: the host of its own address {address} has had no IP address for "
-            f"{waited:.0f} s"
-        ),
-        is_early=True,
-        pauses=(0.5, 2.0),
-    )
 
 
 def _ips_of(host: str) -> list[str]:

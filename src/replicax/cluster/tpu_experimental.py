@@ -1,9 +1,8 @@
 """Initializes a TPU system, in the shape of `tf.tpu.experimental`."""
 
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
-from replicax.cluster.tpu_slice import TPUClusterResolver
+from replicax.cluster.tpu_slice import TPUClusterResolver, checked_tpu_resolver
 from replicax.cluster.tpu_system import Topology, join_slice, topology_of, tpu_devices
-from replicax.errors import ClusterConfigError
 
 __all__ = ["Topology", "initialize_tpu_system", "shutdown_tpu_system"]
 
@@ -39,15 +38,8 @@ def initialize_tpu_system(
                  num_slices=1, mesh_shape=(2, 4, 1, 1))
     """
     caller = "initialize_tpu_system"
-    if cluster_resolver is None:
-        cluster_resolver = TPUClusterResolver(tpu="")
-    if not isinstance(cluster_resolver, TPUClusterResolver):
-        raise ClusterConfigError(
-            f"{caller}: cluster_resolver must be a "
-            f"rx.cluster_resolver.TPUClusterResolver; got {cluster_resolver!r}. Leave "
-            "it out for the TPU of this machine."
-        )
-    workers = join_slice(cluster_resolver, checked_timeouts(timeouts, caller), caller)
+    resolver = checked_tpu_resolver(cluster_resolver, caller)
+    workers = join_slice(resolver, checked_timeouts(timeouts, caller), caller)
     return topology_of(tpu_devices(workers, caller))
 
 

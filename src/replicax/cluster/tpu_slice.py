@@ -1,7 +1,6 @@
 """Detects this machine's TPU slice as a cluster, without starting JAX's devices."""
 
 import dataclasses
-import http.client
 import os
 import re
 import urllib.error
@@ -23,6 +22,7 @@ __all__ = [
     "VARIABLES",
     "TPUClusterResolver",
     "TpuSlice",
+    "checked_tpu_resolver",
     "detect_slice",
     "instance_attribute",
     "skip_libtpu_without_chips",
@@ -117,11 +117,6 @@ class TPUClusterResolver(KnownCluster):
         project: str | None = None,
     ) -> None:
         del zone, project
-        if tpu is not None and not isinstance(tpu, str):
-            raise TypeError(
-                f"TPUClusterResolver: tpu must be a string or None; got {tpu!r}. Leave "
-                "it out for the TPU of this machine."
-            )
         has_tpu = _has_sign_of_tpu(os.environ) or stand_in_devices() is not None
         if tpu is None and not has_tpu:
             raise ClusterConfigError(
@@ -139,14 +134,31 @@ class TPUClusterResolver(KnownCluster):
         hosts = {address.partition(":")[0] for address in own}
         host = (tpu or "").removeprefix("grpc://").partition(":")[0]
         if tpu not in _THIS_MACHINE and tpu != slice_.name and host not in hosts:
-            hint = "" if "TPU_NAME" in os.environ else " (TPU_NAME is not set)"
-            hint = f", whose TPU is called {slice_.name!r}" if slice_.name else hint
+            hint = f", whose TPU is called {slice_.name!r}" if slice_.name else ""
             raise ClusterConfigError(
                 f"TPUClusterResolver: tpu={tpu!r} is not this machine{hint}. A TPU "
                 "cannot be reached over the network here: JAX runs on the TPU VM "
                 "itself. Copy the script to the TPU VM, start it there, on each host "
                 "of a slice at once, and leave tpu out: TPUClusterResolver()."
             )
+
+
+def checked_tpu_resolver(resolver: object, caller: str) -> TPUClusterResolver:
+    """Check an argument of the public call `caller`; None: the slice of this machine.
+
+    Raises:
+        ClusterConfigError: For another resolver.
+    """
+    if resolver is None:
+        return TPUClusterResolver(tpu="")
+    if not isinstance(resolver, TPUClusterResolver):
+        raise ClusterConfigError(
+            f"{caller}: the resolver must be an rx.cluster_resolver.TPUClusterResolver;"
+            f" got {resolver!r}. For other clusters use "
+            "rx.MultiWorkerMirroredStrategy(resolver) or "
+            "rx.ParameterServerStrategy(resolver), which connect by themselves."
+        )
+    return resolver
 
 
 def skip_libtpu_without_chips(
@@ -281,21 +293,15 @@ def _index(text: str, addresses: tuple[str, ...]) -> int:
 
 
 def _metadata_server() -> str:
-    """Return the server's IP address: a DNS lookup of its name has no deadline.
-
-    `GCE_METADATA_IP` overrides it, as in JAX.
-    """
+    # An IP address, since a DNS lookup has no deadline. JAX reads the variable, too.
     return os.environ.get("GCE_METADATA_IP", "") or "169.254.169.254"
 
 
 def instance_attribute(name: str, timeout_seconds: float) -> str | None:
-    """Read one of the machine's custom attributes; None if it does not exist.
+    """Read an attribute of this machine, such as `"agent-worker-number"`.
 
-    Unlike JAX's client, it does not retry a missing attribute, and has a deadline.
-
-    Args:
-        name: The attribute, such as `"agent-worker-number"`.
-        timeout_seconds: Deadline of the connection, and of each read.
+    Returns None if it does not exist. Unlike JAX's client, it does not retry a missing
+    attribute, and has a deadline for the connection and for each read.
 
     Raises:
         OSError: If the server does not answer in time, or answers with an error.
@@ -313,5 +319,3 @@ def instance_attribute(name: str, timeout_seconds: float) -> str | None:
         if error.code == 404:
             return None
         raise
-    except http.client.HTTPException as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -82,7 +82,6 @@ class Watch:
         self._contact_at = now  # The last answer of the store.
         # A program's number and result; None: the program has finished.
         self._latest: tuple[int, _Result | None] = (0, None)
-        self._awaited = self._latest
         self._resumed_at = 0
         self._written_steps = 0
         self._ending = threading.Lock()
@@ -198,13 +197,8 @@ class Watch:
         if (count, checksum) != me.log:
             me.log, me.moved_at = (count, checksum), time.monotonic()
         me.dispatched = number
-        if self._awaited[1] is _NOT_YET:
-            self._awaited = (number, result)
-        if _is_ready(self._awaited[1]):
-            me.completed = max(me.completed, self._awaited[0])
-            self._awaited = (number, result)
-        if _is_ready(self._awaited[1]):
-            me.completed = max(me.completed, self._awaited[0])
+        if _is_ready(result):
+            me.completed = number
         me.seen_at = time.monotonic()
 
     def _receive(self, beats: dict[str, str]) -> None:

@@ -22,8 +22,8 @@ __all__ = ["Workers", "current", "set_current"]
 
 _SAME_CALLS = (
     "All workers must make the same calls in the same order: training, evaluation, "
-    "checkpoints and whatever else the strategy does, none of them under "
-    "`if strategy.is_chief` or a condition that differs between workers."
+    "checkpoints and whatever else the strategy does, with batches of equal shapes, "
+    "and none of them under a condition such as `if strategy.is_chief`."
 )
 
 
@@ -103,7 +103,6 @@ class Workers:
         *,
         what: str | None = None,
         in_order: bool = True,
-        overtaken: Callable[[str], str] | None = None,
     ) -> list[Any]:
         """All-gather a small value over the workers, which is also a barrier.
 
@@ -121,8 +120,6 @@ class Workers:
             what: Description of the exchange in messages; defaults to `name`.
             in_order: Whether all workers exchange after the same steps; False in a
                 thread that reads ahead.
-            overtaken: Formats the error if another worker dispatches a program in place
-                of this exchange, from that worker's name.
 
         Returns:
             The values of all workers, in order.
@@ -147,7 +144,7 @@ class Workers:
             if while_waiting is not None:
                 while_waiting(missing)
             if in_order:
-                self._require_same_order(watch, what or name, overtaken)
+                self._require_same_order(watch, what or name)
 
         try:
             folder = f"{keys}/{number}"
@@ -213,9 +210,7 @@ class Workers:
                 f"all workers. {_SAME_CALLS}"
             )
 
-    def _require_same_order(
-        self, watch: Watch, what: str, overtaken: Callable[[str], str] | None
-    ) -> None:
+    def _require_same_order(self, watch: Watch, what: str) -> None:
         """Raise if the order check has found a difference between the workers.
 
         It raises in the script, so that the traceback shows the call.
@@ -227,8 +222,6 @@ class Workers:
         me, sign = watch.me, watch.signs[other]
         operation = difference.operations[other]
         place = "no further operation" if operation is None else operation.name
-        if overtaken is not None and operation is not None and operation.is_program:
-            raise ClusterMismatchError(overtaken(sign.name))
         where = f"{sign.full_name} is at {place}"
         waits = f"{self.name} waits in {what}"
         if sign.steps > me.steps:
@@ -259,16 +252,7 @@ class Workers:
             name: digest(json.dumps(fact, sort_keys=True))
             for name, fact in facts.items()
         }
-        all_digests = self.exchange(
-            "program",
-            digests,
-            overtaken=lambda name: (
-                f"{self.name} has to compile {what}, but {name} went on with a program "
-                "that it has already compiled. Their batches differ in shape, or they "
-                "run different steps."
-            ),
-            what=f"the agreement on {what}",
-        )
+        all_digests = self.exchange("program", digests, what=f"the agreement on {what}")
         for name, fact in facts.items():
             if len({worker.get(name) for worker in all_digests}) > 1:
                 values = self.exchange("difference", fact, timeout_seconds=10)

@@ -12,7 +12,6 @@ from replicax._private.jax import has_devices
 from replicax._util.waiting import wait_for
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.failure import ExitCode
-from replicax.cluster.listening import await_own_name
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
@@ -73,7 +72,6 @@ def serve(
     board = None
     if server == 0:
         board = Board(workers, timeouts, store.sessions, append=append)
-    await_own_name(f"ps:{server}", address, timeouts.startup)
     service = Service(address, store, board, credentials)
     failure = None
     try:

@@ -1,21 +1,15 @@
 """`TPUStrategy`: one replica per TPU device of a slice."""
 
-import logging
-from collections.abc import Sequence
-
 from replicax.cluster.timeouts import Timeouts
-from replicax.cluster.tpu_slice import TPUClusterResolver
+from replicax.cluster.tpu_slice import TPUClusterResolver, checked_tpu_resolver
 from replicax.cluster.tpu_system import require_single, tpu_devices
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
-from replicax.errors import ClusterConfigError
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 __all__ = ["TPUStrategy"]
-
-_logger = logging.getLogger("replicax")
 
 
 class TPUStrategy(MultiWorkerMirroredStrategy):
@@ -36,7 +30,8 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         shard_update: Whether to shard the optimizer's update (ZeRO stage 1).
         check_replicas_every: Number of steps between two comparisons.
         check_input: Whether to compare the hosts' first batches of each epoch.
-        timeouts: The deadlines.
+        timeouts: The deadlines; ignored if `rx.tpu.experimental.initialize_tpu_system`
+            or `rx.config.experimental_connect_to_cluster` has joined the hosts already.
 
     Raises:
         DeviceError: If JAX has no TPU here; the message says where it was looked for.
@@ -65,10 +60,10 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         check_input: bool = True,
         timeouts: Timeouts | None = None,
     ) -> None:
-        if tpu_cluster_resolver is None:
-            tpu_cluster_resolver = TPUClusterResolver(tpu="")
+        resolver = checked_tpu_resolver(tpu_cluster_resolver, "TPUStrategy")
+        self._is_local = resolver.is_local
         super().__init__(
-            _checked(tpu_cluster_resolver),
+            resolver,
             communication_options,
             cross_device_ops=cross_device_ops,
             replicas_per_device=replicas_per_device,
@@ -83,30 +78,8 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         """This process' index among those of all slices."""
         return self._workers.index
 
-    def _join_workers(self, timeouts: Timeouts, gpus: Sequence[int] | None) -> Workers:
-        workers = super()._join_workers(timeouts, gpus)
-        if workers.count > 1 and workers.timeouts != timeouts:
-            _logger.warning(
-                "TPUStrategy: the hosts were joined before, with %r; the timeouts "
-                "given here are ignored. Give them to "
-                "experimental_connect_to_cluster or initialize_tpu_system, or leave "
-                "these calls out.",
-                workers.timeouts,
-            )
-        return workers
-
     def _find_devices(self, workers: Workers) -> list[Device]:
         devices = tpu_devices(workers, "TPUStrategy")
-        if workers.count == 1 and not _checked(self._resolver).is_local:
+        if workers.count == 1 and not self._is_local:
             require_single("TPUStrategy")
         return devices
-
-
-def _checked(resolver: object) -> TPUClusterResolver:
-    if not isinstance(resolver, TPUClusterResolver):
-        raise ClusterConfigError(
-            "TPUStrategy: tpu_cluster_resolver must be a "
-            f"rx.cluster_resolver.TPUClusterResolver; got {resolver!r}. For other "
-            "clusters use rx.MultiWorkerMirroredStrategy(resolver)."
-        )
-    return resolver
