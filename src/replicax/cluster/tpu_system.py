@@ -55,8 +55,15 @@ class Topology:
 
     Example:
         >>> import replicax as rx
-        >>> system = rx.tpu.experimental.initialize_tpu_system()  # doctest: +SKIP
-        >>> system.num_tasks, system.num_tpus_per_task  # doctest: +SKIP
+        >>> topology = rx.tpu.experimental.Topology(
+        ...     device_kind="TPU v5 lite",
+        ...     num_chips=8,
+        ...     num_devices=8,
+        ...     num_hosts=2,
+        ...     num_slices=1,
+        ...     mesh_shape=(2, 4, 1, 1),
+        ... )
+        >>> topology.num_tasks, topology.num_tpus_per_task
         (2, 4)
     """
 
