@@ -44,7 +44,7 @@ def __dir__() -> list[str]:
 
 
 def _begin_task() -> None:
-    """Connect the folders, and set up what the launcher of this process asks for."""
+    """Set the default strategy, and set up the reports that the launcher requests."""
     global _is_used
     if _is_used:
         return

@@ -5,8 +5,8 @@ Another distribution adds a command by an entry point that names the command's f
     [project.entry-points."replicax.commands"]
     migrate = "replicax_migrate.command:migrate"
 
-This module imports replicax' own commands: they run from a checkout that is not
-installed, and help lists them in the order in which a newcomer needs them.
+This module imports replicax' own commands, so they run from a checkout that is not
+installed. The help lists them in the order below.
 """
 
 from importlib.metadata import entry_points
@@ -64,6 +64,6 @@ app.command(context_settings=_SCRIPT_LAST)(run)
 app.command(context_settings=_SCRIPT_LAST)(plan)
 app.command(context_settings=_SCRIPT_LAST)(manifest)
 
-# Every call of `replicax` loads all of them: they import what is heavy when called.
+# Each call of `replicax` loads all commands; a command imports heavy packages itself.
 for entry_point in entry_points(group="replicax.commands"):
     app.command(entry_point.name)(entry_point.load())

@@ -41,7 +41,7 @@ class ClusterError(RuntimeError):
     If it is not caught, the process exits with a retryable code.
 
     Attributes:
-        culprit: The live task that others waited for, such as `"worker:1"`, or None.
+        culprit: The live task that others wait for, such as `"worker:1"`, or None.
     """
 
     def __init__(self, message: str, culprit: str | None = None) -> None:
@@ -83,10 +83,11 @@ class RetraceError(RuntimeError):
 
 @contextmanager
 def names_distribution(name: str) -> Iterator[None]:
-    """Within it, import a distribution of its own, such as `"replicax-estimator"`.
+    """A context that imports a separate distribution, such as `"replicax-estimator"`.
 
     Raises:
-        ModuleNotFoundError: If it is not installed; the message has the command.
+        ModuleNotFoundError: If the distribution is not installed. The message has the
+            command that installs it.
     """
     package = name.replace("-", "_")
     try:
@@ -95,8 +96,8 @@ def names_distribution(name: str) -> Iterator[None]:
         if error.name != package:
             raise
         raise ModuleNotFoundError(
-            f"{package} is not installed; it is in the distribution {name}. Install "
-            f"that: pip install {name} (from a checkout: pip install "
+            f"{package} is not installed. Install its distribution {name}: "
+            f"pip install {name} (from a checkout: pip install "
             f"./packages/{name.removeprefix('replicax-')})",
             name=package,
         ) from None

@@ -1,4 +1,4 @@
-"""Losses of the global batch: shares that sum to them, and rows of all replicas."""
+"""Losses over the global batch: scale a replica's loss, or read all replicas' rows."""
 
 from replicax.engine.losses import compute_average_loss, scale_regularization_loss
 from replicax.engine.whole_batch import per_example, whole_batch

@@ -1,17 +1,18 @@
-"""What a distribution that builds on replicax may use beside the public names.
+"""Names for distributions that build on replicax, in addition to the public names.
 
-Of a strategy also `input_context`, `workers.count` and `workers.exchange`; and, where
-servers hold variables, `home.begin()` (fetch newer values), `home.settle()` (wait).
+They may also use these attributes of a strategy: `input_context`, `workers.count`,
+`workers.exchange` and, where servers hold the variables, `home.begin()`, which fetches
+newer values, and `home.settle()`, which waits for the servers.
 """
 
 # The `keras.StatelessScope` of a trace; sets a variable's value or initial value.
 from replicax._private.keras import current_scope as current_scope
 from replicax._private.keras import set_value as set_value
 
-# All strategies use these devices, whichever a script names.
+# Replaces the devices of all strategies, also those that a script names.
 from replicax._util.stand_ins import using_devices as using_devices
 
-# Files of arrays and JSON values, with checksums; polls a folder for new checkpoints.
+# Writes and reads a checkpoint's folder; polls a folder for new checkpoints.
 from replicax.checkpoint import storage as storage
 from replicax.checkpoint.evaluation import CheckpointWatch as CheckpointWatch
 
@@ -20,7 +21,8 @@ from replicax.engine.checks.consistency import (
     synchronize_random_state as synchronize_random_state,
 )
 
-# Reads any dataset, with strings; repeats names and seeds; reports created variables.
+# Reads any dataset, also of strings; repeats names and seeds of created objects;
+# reports the variables that a function creates.
 from replicax.input.sources import raw_batches as raw_batches
 from replicax.keras.variables import made_alike as made_alike
 from replicax.keras.variables import reusing as reusing

@@ -9,13 +9,13 @@ __all__ = ["note_late_options", "require_script"]
 
 
 def note_late_options(context: typer.Context, arguments: Sequence[str]) -> None:
-    """Print which of the command's options stand after the script, which gets them.
+    """Warn of options of the command that stand after the script, which gets them.
 
-    An option that stands before the script too is the script's own, and not printed.
+    An option that also stands before the script is not printed.
 
     Args:
         context: The command's call.
-        arguments: What the script gets.
+        arguments: The arguments after the script.
 
     Example:
         >>> app = typer.Typer()
@@ -34,7 +34,11 @@ def note_late_options(context: typer.Context, arguments: Sequence[str]) -> None:
         if option.startswith("--")
     }
     names = dict.fromkeys(argument.partition("=")[0] for argument in arguments)
-    late = [name for name in names if not _is_given(context, options.get(name))]
+    late = [
+        name
+        for name in names
+        if name in options and not _is_on_command_line(context, options[name])
+    ]
     if late:
         typer.echo(
             f"replicax {context.info_name}: after the script, {', '.join(late)} goes "
@@ -43,22 +47,16 @@ def note_late_options(context: typer.Context, arguments: Sequence[str]) -> None:
         )
 
 
-def _is_given(context: typer.Context, parameter: str | None) -> bool:
-    """Whether an option of that parameter was given; true for what is no option."""
-    if parameter is None:
-        return True
+def _is_on_command_line(context: typer.Context, parameter: str) -> bool:
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def require_script(path: str) -> None:
-    """Raise unless a file is there.
-
-    Args:
-        path: The path of a script, as the user gave it.
+    """Raise unless the script exists.
 
     Raises:
-        BadParameter: If no file is there; the message says how scripts are given.
+        BadParameter: If there is no file at `path`.
 
     Example:
         >>> require_script("no-such-file.py")  # doctest: +IGNORE_EXCEPTION_DETAIL

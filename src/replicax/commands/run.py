@@ -104,11 +104,11 @@ def run(
     Options come before the script, and the script's own arguments after it:
     `replicax run --workers 2 train.py --epochs 3`.
 
-    Each task gets its TF_CONFIG. When one fails, the others are ended. All are started
-    again if it was killed or exits with 128 or more, as tasks do that have lost another
-    one. An exception of the script ends the job. With parameter servers tasks are
-    started again one by one, and the others go on. The exit status is that of the task
-    that failed first.
+    Each task gets its TF_CONFIG. When one fails, the others are ended. All tasks are
+    started again if the failed task was killed or exits with a status of at least 128,
+    which a task uses when it has lost another task. An exception of the script ends the
+    job. With parameter servers each failed task is started again alone. The exit status
+    is that of the task that failed first.
 
     Several workers divide the GPUs of this machine: each gets as many as the others.
     """
@@ -119,7 +119,7 @@ def run(
     if not chief and not workers:
         raise typer.BadParameter("A cluster needs a worker or a chief; it has neither.")
     num_tasks = check_tasks({job: int(n) for job, n in jobs.items()}, "replicax run")
-    # Parameter servers and evaluators go wherever there is room.
+    # Parameter servers and evaluators are not pinned.
     pinned = [n for n in task_names(num_tasks) if n.startswith(("chief", "worker"))]
     try:
         cores = divide_cores(pinned, cores_per_worker) if cores_per_worker else {}

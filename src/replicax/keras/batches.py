@@ -32,9 +32,9 @@ __all__ = [
 class PlacedBatch(FlatCall):
     """A batch, or several of equal shape for one dispatch: the argument of a step.
 
-    Its arrays are the batch's leaves, `[B, ...]` to be split over the replicas, or
-    `[steps, B, ...]`. If only some replicas get examples, the others hold copies, and
-    `B` includes the copies.
+    Its arrays are the batch's leaves, `[B, ...]` or `[steps, B, ...]`, which are split
+    over the replicas along `B`. If only some replicas get examples, the others hold
+    copies, and `B` includes the copies.
 
     Attributes:
         num_rows: Examples in one batch, without copies.
@@ -115,7 +115,7 @@ class BatchIterator:
 def _chunks(
     batches: Iterable[PyTree], size: int, *, reused: bool
 ) -> Iterator[list[PyTree]]:
-    """Lists of `size` batches, copied if `reused`; `_Placing` copies the last."""
+    """Lists of `size` batches; if `reused`, copies of all but the last batch."""
     chunk: list[PyTree] = []
     for batch in batches:
         chunk.append(batch)

@@ -80,7 +80,7 @@ _OF_ALL_AXES = (keras.losses.dice, keras.losses.tversky)
 def keeps_rows(item: PyTree, outputs: PyTree) -> bool:
     """Whether a compiled loss or metric is a sum or mean over the rows of `outputs`.
 
-    A subclass of a class in the tables must declare it, since it may override methods.
+    A subclass of a class in the tables may override methods, so it must declare this.
     """
     fn, options = function_of(item)
     for declared in (keeps_own_rows(item), keeps_own_rows(fn)):

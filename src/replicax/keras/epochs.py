@@ -2,10 +2,9 @@
 
 Keras' data adapters read the data, as in Keras' own loop.
 
-A data pipeline of Keras has no state that could be saved. A position in it is therefore
-the random state and the number of past epochs at the start of an iteration, and the
-number of batches drawn since. To restore it, both are reset and that many batches are
-skipped.
+Keras' data pipelines have no state to save. So a position is the random state and the
+number of past epochs at the start of an iteration over the data, and the number of
+batches drawn since. A restore resets the first two and skips that many batches.
 """
 
 import dataclasses
@@ -330,7 +329,7 @@ class Epochs:
             self._pending = position
 
     def end_epochs(self, number: int) -> None:
-        """Announce past epochs to the data, which may change their order."""
+        """Call the data's epoch methods for past epochs, which may set its order."""
         dataset = trainer.dataset_with_epochs(self.adapter)
         while self.ends < number:
             if dataset is not None:

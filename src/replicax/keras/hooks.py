@@ -134,7 +134,7 @@ def _init_trainer(
 
 
 def _runs(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The hook of a model's method that runs steps: replicax' loop runs them."""
+    """The hook of a model's method that runs steps: it calls replicax' `method`."""
 
     def hook(
         original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
@@ -162,7 +162,7 @@ def _run(
         strategy = providers.default_strategy()
     if not building.has_call(model):
         building.note_built(model)
-    # Messages of a validation name the `fit` that it is a part of.
+    # Messages of a validation name its `fit`.
     caller = current_call() if kwargs.get(IN_FIT) else name
 
     def call() -> PyTree:
@@ -173,7 +173,7 @@ def _run(
         strategy.home.begin()
         is_alone = len(strategy.workers.names) == 1
         description = "" if is_alone else _described(original, model, args, kwargs)
-        # Shuffling depends on it.
+        # Workers must shuffle in the same order.
         synchronize_random_state(strategy.workers, description)
         try:
             with reraising_interrupts():
@@ -195,10 +195,10 @@ def _run(
 
 
 def _interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
-    """The interrupt that an exception is, or that Keras turned into a `TypeError`.
+    """Return the error if it is an interrupt, or the interrupt that caused it.
 
-    Before the first line of a function a frame has no line number. Keras' filter of
-    tracebacks fails on an interrupt at that point.
+    Keras' filter of tracebacks raises a `TypeError` for an interrupt before the first
+    line of a function, where a frame has no line number.
     """
     if isinstance(error, KeyboardInterrupt):
         return error
@@ -209,9 +209,9 @@ def _interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
 def _refuse_scope(
     original: Original, model: keras.Model, strategy: StrategyLike | None
 ) -> None:
-    """Raise for a model that is used in the scope of another strategy than its own.
+    """Raise for a model that is used in the scope of another strategy.
 
-    That happens where a notebook's cell makes the strategy again, but not the model.
+    In a notebook, a cell may have made the strategy again, but not the model.
     """
     scope = current_strategy()
     if scope is not None and scope is not strategy:
@@ -219,8 +219,8 @@ def _refuse_scope(
         raise ContextError(
             f"{type(model).__name__}.{original.__name__}: model {model.name!r} was "
             f"made outside the scope of {scope!r}{home}, and is used under it. Make "
-            "the model and call compile under `with strategy.scope():`, again if the "
-            "strategy was made again."
+            "the model and call compile under `with strategy.scope():`. If you make "
+            "the strategy again, make the model again."
         )
 
 

@@ -94,7 +94,7 @@ def _apply_override(
         return original(optimizer, *args, **kwargs)
     signature = inspect.signature(original)
     given = signature.bind(optimizer, *args, **kwargs)
-    # An override may name its arguments otherwise, and callers may pass them by name.
+    # An override may have other names of arguments, and callers may pass them by name.
     values = [*given.args[1:], *given.kwargs.values()]
     grads = list(values[0])
     variables = list(values[1]) if len(values) > 1 and values[1] is not None else None

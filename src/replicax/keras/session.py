@@ -31,14 +31,14 @@ _NAME = "_replicax_fit"
 
 
 class FitSession(ExitStack):
-    """One call of `fit`. Whatever callbacks enter here is closed when `fit` ends.
+    """One call of `fit`. Contexts that callbacks enter here exit when `fit` ends.
 
     Args:
-        strategy: The model's, or the default one.
+        strategy: The model's strategy, or the default one.
         first_epoch: `initial_epoch` of `fit`.
 
     Attributes:
-        initial_epoch: A restored epoch, where training begins instead; or None.
+        initial_epoch: The epoch of a restored backup, where training begins; or None.
         epochs: The training data; None until `fit` has read them.
         validation: The validation data; None until they are used.
         work: The work queue of parameter servers; None without them.
@@ -58,7 +58,7 @@ class FitSession(ExitStack):
         self.is_built = False
 
     def enter_model(self, model: keras.Model) -> None:
-        """Be the model's session until this `fit` ends."""
+        """Make this the model's session until `fit` ends."""
         # Not by `setattr`: Keras looks for layers in a model's attributes.
         attributes = model.__dict__
         self.callback(attributes.__setitem__, _NAME, attributes.get(_NAME))

@@ -144,17 +144,16 @@ class _ModelStep:
             return {}
         try:
             described: PyTree = keras.saving.serialize_keras_object(optimizer)
-        except NotImplementedError:  # A schedule without `get_config` trains as well.
+        except NotImplementedError:  # For a schedule without `get_config`.
             return {"the optimizer": {"class_name": type(optimizer).__name__}}
         facts = {"class_name": described["class_name"], **described["config"]}
         return {"the optimizer": json.loads(json.dumps(facts, default=str))}
 
     def _final_logs(self, logs: PyTree) -> PyTree:
-        """Logs of the global batch, once metrics hold the sums over all replicas.
+        """Logs of the global batch; the metrics' states are sums over all replicas.
 
-        Results of metrics are computed anew. Other values that a user's step logs are
-        averaged over the replicas, a "loss" too if the step did not get it from the
-        metric of that name.
+        Results of metrics are computed again from these states. Other values that a
+        user's step logs are averaged over the replicas.
         """
         mean = required_context().mean
         if not isinstance(logs, dict):
@@ -168,7 +167,7 @@ class _ModelStep:
         }
 
     def own_logs(self, logs: PyTree) -> dict[str, PyTree]:
-        """The logs of a user's own step that are not results of metrics."""
+        """The logs of a user's step that are not results of metrics."""
         if not self._has_own_logs or not isinstance(logs, dict):
             return {}
         return {x: value for x, value in logs.items() if x not in self._results}
@@ -213,8 +212,8 @@ def _require_outputs_of_rows(model: keras.Model, data: PyTree) -> None:
 def takes_state(model: keras.Model, name: str) -> bool:
     """Whether a step is Keras' own for JAX, `step(state, data)`.
 
-    The other form is that of tf.keras, `step(data)`, with a tape. A step that takes
-    `*args` has the form of the step that it overrides, at last Keras' own.
+    The other form is that of tf.keras, `step(data)`, with a tape. A step with `*args`
+    has the form of the step that it overrides, which may be Keras' own.
     """
     of_classes = (vars(c)[name] for c in type(model).__mro__ if name in vars(c))
     bound = (getattr(x, "__get__", lambda _, x=x: x)(model) for x in of_classes)
@@ -263,7 +262,7 @@ class Steps:
     """
 
     def __init__(self, model: keras.Model, strategy: StrategyLike, kind: str) -> None:
-        _say_that_steps_are_compiled(model, strategy)
+        _warn_that_steps_are_compiled(model, strategy)
         self.programs: ProgramCache[Program] = ProgramCache()
         self._model = model
         self._strategy = strategy
@@ -312,7 +311,7 @@ class Steps:
         )
 
     def __call__(self, batches: Sequence[PlacedBatch]) -> PyTree:
-        """Run an execution; the variables have its values then."""
+        """Run an execution, which updates the variables; return its last results."""
         raise_swallowed()
         if _function_of(self._model, self._kind) is not self._function:
             # A callback has replaced `train_function`: as in Keras, the next batch uses
@@ -417,14 +416,14 @@ def _function_of(model: PyTree, kind: str) -> PyTree:
     return getattr(model, f"{kind}_function")
 
 
-_said: weakref.WeakSet[PyTree] = weakref.WeakSet()
-"""Models of which it was said that their steps are compiled all the same."""
+_warned_models: weakref.WeakSet[PyTree] = weakref.WeakSet()
+"""Models already warned that `jit_compile=False` is ignored."""
 
 
-def _say_that_steps_are_compiled(model: keras.Model, strategy: StrategyLike) -> None:
-    if model in _said or model.jit_compile or model.run_eagerly:
+def _warn_that_steps_are_compiled(model: keras.Model, strategy: StrategyLike) -> None:
+    if model in _warned_models or model.jit_compile or model.run_eagerly:
         return
-    _said.add(model)
+    _warned_models.add(model)
     _logger.warning(
         "%r compiles every step, since one program drives all replicas: "
         "jit_compile=False of model %r is ignored. To look into a step use "
@@ -437,9 +436,10 @@ def _say_that_steps_are_compiled(model: keras.Model, strategy: StrategyLike) -> 
 def _rows(
     results: Sequence[PyTree], batches: Sequence[PlacedBatch], num_replicas: int
 ) -> PyTree:
-    """Predictions of all batches, one after another, without those of copied rows.
+    """Predictions of all batches, concatenated, without those of copied rows.
 
-    A row of a batch may make several of a prediction, but replicas make equally many.
+    A prediction may have several rows for each row of the batch, equally many on all
+    replicas.
     """
     parts = []
     for result, batch in zip(results, batches, strict=True):

@@ -1,8 +1,8 @@
 """Calls of a model from several threads: they queue, or read a snapshot during `fit`.
 
-Calls of a model hold its lock. `fit` holds the lock until it ends; calls of other
-threads do not wait that long, but use a snapshot of the model's weights and metrics.
-Neither call changes what the other computes.
+Each call holds the model's lock. During a `fit`, calls of other threads do not wait for
+the lock, but use a snapshot of the model's weights and metrics, so that neither call
+changes the results of the other.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class _Turn:
         self.calls: list[str] = []
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy as a new lock: a copy of the model has its own."""
+        """Copy as a new lock: a copy of the model has a lock of its own."""
         return (_Turn, ())
 
     def take(self, model: keras.Model, name: str) -> bool:

@@ -122,9 +122,9 @@ class _StrategyPart(PlacedVariable):
 
     def placed(self, value: PyTree, old: PyTree) -> PyTree:
         """The value in the variable's sharding, which `old` has too."""
-        # Keras does not move a value whose sharding names the same place otherwise, as
-        # on a mesh of one device, and keeps the weak type of a Python number. To JAX
-        # these are other types, and it would compile programs again.
+        # Keras keeps an equivalent sharding, such as that of one device for a mesh of
+        # one device, and the weak type of a Python number. For JAX these are other
+        # types: it would compile programs again.
         layout = layout_of(self)
         if (
             isinstance(layout, jax.sharding.NamedSharding)
@@ -230,8 +230,8 @@ def init_variable(
 def _is_placeholder(value: PyTree) -> bool:
     """Whether an optimizer that is being built creates a variable from a constant.
 
-    Adafactor does so, in place of the factors of vectors. An optimizer is built once,
-    whichever trace builds it, so the variable lasts.
+    Adafactor does so where a vector has no factors. An optimizer is built in one trace
+    only, so the variable is created once.
     """
     owner = named_by()
     return (
@@ -249,8 +249,7 @@ def _in_replica_function() -> bool:
 def _is_state_of_replicas(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
     """Whether a layer creates moving statistics, for which Keras sets no aggregation.
 
-    Each replica computes its own, also of another library such as Flax (`batch_stats`).
-    Counters and keys have no mean.
+    Flax layers have them too (`batch_stats`). Their counters and keys have no mean.
     """
     if kwargs.get("trainable", True) or kwargs.get("aggregation") not in (None, "none"):
         return False

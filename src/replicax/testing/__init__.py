@@ -4,8 +4,8 @@
 kill or freeze tasks.
 
 `calls` serializes the function or script, `cluster` starts the tasks with the processes
-of `launch`, `runner` is the script of each task, and `results` has what they return. A
-satellite: it uses `launch`, and no other folder imports it.
+of `launch`, `runner` is the script of each task, and `results` has their results. No
+other folder imports this one.
 """
 
 from replicax.testing.cluster import Cluster, run

@@ -19,8 +19,8 @@ _DEFAULTS = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONUNBUFFERED": "1",
 }
-# Variables that each task sets itself.
-_OWN = ("JAX_NUM_CPU_DEVICES", "NPROC", ATTEMPT)
+# Variables that each task sets itself: tasks do not inherit them.
+_NOT_INHERITED = ("JAX_NUM_CPU_DEVICES", "NPROC", ATTEMPT)
 
 
 def call_of(
@@ -54,13 +54,13 @@ def call_of(
             f"Cluster: program must be a function or the path of a script; got "
             f"{program!r}."
         )
-    module, name = _place(program)
+    module, name = _module_and_name(program)
     if module == "__main__":
         # Tasks load it under this name, which the pickles of their results contain.
         sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
     return {
         "module": module,
-        "file": str(_file(program, module)),
+        "file": str(_source_file(program, module)),
         "function": name,
         "args": _pickled(args, kwargs),
         "sys_path": sys.path,
@@ -69,10 +69,10 @@ def call_of(
 
 
 def _pickled(args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
-    """Pickle the arguments; an error names the one that cannot be pickled."""
+    """Pickle the arguments; an error names those that cannot be pickled."""
     try:
         return pickle.dumps((tuple(args), dict(kwargs)))
-    except Exception as error:  # Of an argument's class, whatever it is.
+    except Exception as error:  # The class of an argument may raise any exception.
         named = {f"args[{i}]": value for i, value in enumerate(args)}
         named |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
         wrong = [
@@ -93,18 +93,18 @@ def _is_picklable(value: object) -> bool:
     return True
 
 
-def _place(function: Callable[..., object]) -> tuple[str, str]:
+def _module_and_name(function: Callable[..., object]) -> tuple[str, str]:
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None)
     if module is None or name is None or "<" in name:
         raise ValueError(
             f"Cluster: another process cannot find {function!r}. Write a function with "
-            "`def` at the top level of a module, and pass what it needs as args."
+            "`def` at the top level of a module, and pass its inputs as args."
         )
     return module, name
 
 
-def _file(function: Callable[..., object], module: str) -> Path:
+def _source_file(function: Callable[..., object], module: str) -> Path:
     loaded = sys.modules.get(module)
     file = getattr(loaded, "__file__", None)
     if file is None:
@@ -119,12 +119,13 @@ def _file(function: Callable[..., object], module: str) -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """Make the environment of a task: this replicax, by default on the CPU."""
-    inherited = {name: text for name, text in os.environ.items() if name not in _OWN}
-    environment = {**_DEFAULTS, **inherited}
+    """Make a task's environment: it imports this replicax, by default on the CPU."""
+    environment = _DEFAULTS | dict(os.environ)
+    for name in _NOT_INHERITED:
+        environment.pop(name, None)
     keep_loops(environment)
     source = str(Path(__file__).resolve().parents[2])
-    # Not for an installed package: its folder must not precede the standard library's.
+    # `site-packages` must not precede the standard library, so it is not added.
     if source not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         paths = [source, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -45,8 +45,8 @@ class RunningTask(TaskProcess):
         """Wait until the output contains `text`.
 
         Raises:
-            ClusterTimeout: After `timeout_seconds`, or when the task has ended without
-                writing it, or at the cluster's deadline.
+            ClusterTimeout: After `timeout_seconds`, at the cluster's deadline, or if
+                the task has ended without writing `text`.
         """
         self._cluster.wait_until(
             lambda: self._cluster.has_written(self.name, text),
@@ -76,8 +76,8 @@ class RunningTask(TaskProcess):
 class Cluster:
     """A cluster whose tasks all run one function or script, each in its own process.
 
-    A context manager: entering starts the tasks, leaving kills those that still run. No
-    process is left, even if this process is killed.
+    A context manager: entering it starts the tasks, leaving it kills the tasks that
+    still run. Tasks end also if this process is killed.
 
     Each task has a `TF_CONFIG` with addresses on free ports of this machine. Tasks run
     on the CPU (`JAX_PLATFORMS=cpu`) unless this process' environment or `env` overrides
@@ -184,7 +184,7 @@ class Cluster:
                 for name in configs
             },
             {name: {**common, "TF_CONFIG": text} for name, text in configs.items()},
-            on_output=self._take,
+            on_output=self._add_output,
             folder=folder,
             new_task=self._new_task,
         )
@@ -193,7 +193,7 @@ class Cluster:
         self._tasks[name] = RunningTask(self, name, process)
         return self._tasks[name]
 
-    def _take(self, name: str, chunk: bytes) -> None:
+    def _add_output(self, name: str, chunk: bytes) -> None:
         with self._raw_lock:
             self._raw[name] += chunk
 
@@ -215,10 +215,10 @@ class Cluster:
         return self._processes
 
     def task(self, name: str) -> RunningTask:
-        """The task of that name, such as `"worker:1"`.
+        """The task of this name, such as `"worker:1"`.
 
         Raises:
-            KeyError: If there is none.
+            KeyError: If the cluster has no such task.
         """
         if name not in self._tasks:
             raise KeyError(
@@ -268,16 +268,16 @@ class Cluster:
         *,
         by: RunningTask | None = None,
     ) -> None:
-        """Wait until `reached()`; tested whenever output comes or a task ends.
+        """Wait until `reached()`, which is called at each output and end of a task.
 
         Args:
             reached: The condition.
             what: Describes the condition, for the error.
             timeout_seconds: The timeout; None: the cluster's deadline.
-            by: A task that the condition depends on: its end ends the wait.
+            by: The task that the condition depends on: the wait ends with this task.
 
         Raises:
-            ClusterTimeout: If it was not reached in time.
+            ClusterTimeout: If the condition was not reached in time.
         """
 
         def is_hopeless() -> bool:
@@ -293,7 +293,7 @@ class Cluster:
             raise ClusterTimeout(f"Waited{seconds} for {what()}{end}.\n{self._show()}")
 
     def _check_deadline(self) -> None:
-        if self._expired.is_set():  # Tasks may have ended then, but were not done.
+        if self._expired.is_set():  # The deadline killed the tasks.
             raise ClusterTimeout(
                 f"The deadline of {self._deadline_s:g} s found these tasks running: "
                 f"{', '.join(self._stacks)}.\n{self._show()}"
@@ -315,13 +315,10 @@ class Cluster:
             task.kill()
 
     def _collect_stacks(self, tasks: Sequence[RunningTask]) -> dict[str, str]:
-        """Collect the stacks of all threads of tasks, and resume frozen tasks for it.
-
-        A task that has not started Python, or does not answer, gets a note instead.
-        """
+        """Collect the stacks of all threads of tasks; resumes frozen tasks."""
         files = {task: self._task_folder(task.name) / runner.STACKS for task in tasks}
         for task, file in files.items():
-            if file.exists():  # Else the signal would end the task.
+            if file.exists():  # Without a handler the signal would end the task.
                 task.signal(signal.SIGUSR1)
                 task.resume()
         stacks: dict[str, str] = {}
@@ -392,7 +389,8 @@ def run(
     """Run a function or script in every task of a cluster on this machine.
 
     Args:
-        program: This, and all other arguments but `check`: as for `Cluster`.
+        program: A function, or the path of a script. All arguments except `check` are
+            those of `Cluster`.
         num_workers: Number of workers. Or give `tasks`.
         tasks: Number of tasks by job.
         args: The function's arguments, or the script's command line.

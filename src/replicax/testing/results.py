@@ -1,4 +1,4 @@
-"""Results of the tasks of a test's cluster, and the errors that show them."""
+"""Results of the tasks of a test's cluster, and errors that show their outputs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class TaskResult:
         exit_code: The task's exit status; negative for a signal.
         output: The task's output to stdout and stderr.
         value: The function's return value. None for a script, and for a function that
-            did not return.
+            raised or was killed.
         report: The task's failure report, if it wrote one.
         dismissed: Whether the task is a parameter server that was terminated because
             all other tasks had ended.

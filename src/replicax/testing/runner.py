@@ -1,7 +1,7 @@
 """The script of each task in a test's cluster: it calls the user's program.
 
-It is started by its path. Its arguments are the file of the call, and a folder for the
-function's return value and, on SIGUSR1, the stacks of all threads.
+Its arguments are the file of the call, and a folder for the function's return value
+and, on SIGUSR1, the stacks of all threads.
 """
 
 import faulthandler
@@ -62,7 +62,7 @@ def _show_stacks_on_signal(folder: Path) -> None:
     # Open for the process' life: the signal's handler writes to it.
     stacks = part.open("wb", buffering=0)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    part.rename(folder / STACKS)  # The sign that the signal's handler is installed.
+    part.rename(folder / STACKS)  # The file's name: the signal's handler is installed.
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
@@ -79,7 +79,7 @@ def _run_function(call: FunctionCall, folder: Path) -> None:
     value = function(*args, **kwargs)
     try:
         pickled = pickle.dumps(value)
-    except Exception as error:  # Of the value's class, whatever it is.
+    except Exception as error:  # The class of the value may raise any exception.
         raise TypeError(
             f"{call['function']} returned {value!r}, which cannot be pickled for the "
             f"test: {error}. Return numbers, strings, NumPy arrays, and lists, tuples "
@@ -91,7 +91,7 @@ def _run_function(call: FunctionCall, folder: Path) -> None:
 
 
 def _load(name: str, file: Path) -> ModuleType:
-    """Import the module of a file, even if its name finds no file, as in pytest."""
+    """Import the module of a file, also if its name is not importable, as in pytest."""
     if name == "__main__":
         # Like multiprocessing: the block under `if __name__ == "__main__"` is skipped.
         return _load_file("__mp_main__", file, "__main__")
