@@ -4,13 +4,11 @@ import json
 from collections import Counter
 
 import msgspec
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from replicax.ps.closures import Closures, Outcome, Pending, Scheduled, Taken
-from replicax.ps.limits import RequestError
 
 CHIEF, A, B = "worker:0", "worker:1", "worker:2"
 ERROR = {"type": "ValueError", "message": "bad", "traceback": "in step"}
@@ -49,11 +47,16 @@ def test_closures_are_taken_in_order_and_their_results_fetched():
     assert closures.fetch(["x"], []) == {"x": Outcome("unknown")}
 
 
-def test_an_id_is_used_once():
+def test_a_closure_waits_for_the_closures_that_it_needs():
     closures = Closures()
     schedule(closures, "x")
-    with pytest.raises(RequestError, match="'x' was scheduled already and is queued"):
-        schedule(closures, "x")
+    closures.schedule("y", None, "step", CHIEF, needs=["x"])
+    assert taken(closures, A) == "x"
+    assert taken(closures, B) is None
+    closures.release(A, died=True)
+    assert taken(closures, B) == "x"
+    closures.result("x", B, 1, None)
+    assert taken(closures, A) == "y"
 
 
 def test_only_workers_that_have_the_function_get_the_closure():
@@ -138,11 +141,10 @@ def test_the_queue_is_bounded_and_forgetting_makes_room():
     taken(closures, A)
     closures.result("a", A, 1, None)
     assert schedule(closures, "d") == [Scheduled(is_full=True)]
-    closures.fetch([], ["a", "b"])  # b is not finished: it runs, and then is gone.
+    closures.fetch([], ["a", "b"])  # b is not finished.
     assert schedule(closures, "d") == [Scheduled()]
-    assert taken(closures, A) == "b"
-    closures.result("b", A, 1, None)
     assert closures.fetch(["b"], []) == {"b": Outcome("unknown")}
+    assert taken(closures, A) == "c"
 
 
 def test_the_bytes_of_payloads_are_bounded():
@@ -180,20 +182,6 @@ def test_dropping_one_owner_keeps_what_others_scheduled():
     closures.disown(CHIEF)
     assert taken(closures, A) == "theirs"
     assert taken(closures, A) is None
-
-
-def test_what_nobody_wants_is_forgotten_however_it_ends():
-    closures = Closures(max_retries=0)
-    schedule(closures, "dies", "queued")
-    taken(closures, A)
-    closures.fetch([], ["dies", "queued"])
-    closures.release(A, died=True)
-    assert "tried 1 times" in closures.raise_if_failed()["message"]
-    assert closures.fetch(["dies", "queued"], []) == {
-        "dies": Outcome("unknown"),
-        "queued": Outcome("unknown"),
-    }
-    assert is_over(closures)
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -22,7 +22,6 @@ def run_all():
         draw_random_numbers,
         number_replicas,
         use_wide_dtypes,
-        schedule_until_an_error,
     )
     return {each.__name__: each(strategy, coordinator) for each in programs}
 
@@ -128,34 +127,6 @@ def test_variables_may_ask_for_wider_dtypes_than_jax_gives(found):
     # Two replicas, whose gradients are summed.
     expected = (6, 1.0 - 3 * 2 * 0.25)
     assert [each["use_wide_dtypes"] for each in found] == [expected] * 3
-
-
-def schedule_until_an_error(strategy, coordinator):
-    found = []
-
-    def fail():
-        raise FloatingPointError("not a number")
-
-    def schedule(most):
-        for i in range(most):
-            coordinator.schedule(len, ([i],))
-
-    for _ in range(2):
-        coordinator.schedule(fail)
-        try:
-            schedule(10**9)
-        except FloatingPointError as error:
-            found.append(str(error))
-    coordinator.join()
-    schedule(3000)  # More than a script is ahead of the chief's.
-    coordinator.join()
-    found.append(coordinator.schedule(pow, (2, 3)).fetch())
-    return found
-
-
-def test_a_script_may_schedule_until_an_error_stops_it(found):
-    expected = ["not a number"] * 2 + [8]
-    assert [each["schedule_until_an_error"] for each in found] == [expected] * 3
 
 
 def build_in_a_function():

@@ -45,5 +45,5 @@ def test_the_next_job_begins_from_scratch(tmp_path):
     first, last = all_done(results)
     assert last < first
     for name in ("ps:0", "ps:1"):
-        assert "of a finished job" in results[name].output
+        assert "of an earlier job" in results[name].output
         assert "goes on from its snapshot" not in results[name].output

@@ -16,7 +16,6 @@ from keras import layers
 
 import replicax as rx
 import replicax.testing
-from replicax.partitioners import MinSizePartitioner
 from replicax.ps.optimizers import can_split, optimizer_rule
 
 pytest.importorskip("pyarrow")
@@ -64,13 +63,6 @@ def test_options_that_cannot_be(monkeypatch, options, message):
     as_task(monkeypatch, CLUSTER)
     with pytest.raises(ValueError, match=message):
         rx.ParameterServerStrategy(**options)
-
-
-@pytest.mark.parametrize("partitioner", [2, MinSizePartitioner])
-def test_what_is_no_partitioner(monkeypatch, partitioner):
-    as_task(monkeypatch, CLUSTER)
-    with pytest.raises(TypeError, match="variable_partitioner must be a function"):
-        rx.ParameterServerStrategy(variable_partitioner=partitioner)
 
 
 def test_without_a_token(monkeypatch):

@@ -31,13 +31,11 @@ ADD = {"kind": "add"}
         (MinSizePartitioner(max_shards=100), [1024, 1024], "float32", [16, 1]),
         (MinSizePartitioner(max_shards=100), [1024, 1025], "float32", [17, 1]),
         (MinSizePartitioner(max_shards=100), [1024, 1024], "bfloat16", [8, 1]),
-        (MinSizePartitioner(64, 10, bytes_per_string=32), [5], "string", [3]),
         (MaxSizePartitioner(4), [6, 1], "float32", [6, 1]),
         (MaxSizePartitioner(4, max_shards=2), [6, 1], "float32", [2, 1]),
         (MaxSizePartitioner(1024), [6, 1], "float32", [1, 1]),
         (MaxSizePartitioner(100), [10, 3], "float64", [3, 1]),
         (MaxSizePartitioner(1), [7, 3], "int8", [7, 1]),
-        (MaxSizePartitioner(64), [9], "string", [3]),
     ],
 )
 def test_numbers_are_tensorflows(partitioner, shape, dtype, expected) -> None:
@@ -47,15 +45,12 @@ def test_numbers_are_tensorflows(partitioner, shape, dtype, expected) -> None:
 
 def test_other_axes_and_wrong_arguments() -> None:
     assert FixedShardsPartitioner(4)([10, 3], "float32", axis=1) == [1, 3]
-    with pytest.raises(ValueError, match=r"axis=2 for shape \[10, 3\]"):
-        FixedShardsPartitioner(4)([10, 3], "float32", axis=2)
     for make in (
         lambda: FixedShardsPartitioner(0),
         lambda: MinSizePartitioner(min_shard_bytes=0),
         lambda: MinSizePartitioner(max_shards=0),
         lambda: MaxSizePartitioner(0),
         lambda: MaxSizePartitioner(4, max_shards=-1),
-        lambda: MaxSizePartitioner(4, bytes_per_string=0),
     ):
         with pytest.raises(ValueError, match=r"Partitioner: got .*expected at least 1"):
             make()

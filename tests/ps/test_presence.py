@@ -18,12 +18,6 @@ def present(sessions: Sessions | None = None) -> Presence:
     return Presence([CHIEF, OTHER], timeouts, sessions or Sessions(), now=0.0)
 
 
-@pytest.mark.parametrize("workers", [[], ["worker:0", "worker:0"]])
-def test_workers_must_be_different_names(workers):
-    with pytest.raises(ValueError, match="different names"):
-        Presence(workers, Timeouts(), Sessions(), now=0.0)
-
-
 def test_a_silent_worker_is_dead_and_returns_with_its_next_sign():
     presence = present()
     presence.join(CHIEF, "a", 0.0)

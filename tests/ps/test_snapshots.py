@@ -168,8 +168,6 @@ def test_the_thread_writes_after_so_many_updates(tmp_path) -> None:
         assert found.state["meta"]["groups"][0]["version"] == 4
         assert found.board == {"board": 1}
         push(store, 5)
-        with pytest.raises(RuntimeError, match="already started"):
-            snapshots.start(store)
     assert snapshots.restore().state["meta"]["groups"][0]["version"] == 5
 
 
@@ -272,7 +270,7 @@ def test_what_a_finished_job_has_left_is_not_restored(tmp_path, caplog) -> None:
     assert snapshots.restore() is not None
     snapshots.mark_done()
     assert snapshots.restore() is None
-    assert "are of a finished job" in caplog.text
+    assert "are of an earlier job" in caplog.text
     path = snapshots.write(filled(2).state())
     found = Snapshots(tmp_path, 0).restore()
     assert found is not None

@@ -23,7 +23,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,7 @@ class Program:
             valid only if updates are deferred.
         deferred_updates: The updates that the strategy's home makes after the program.
         changed: `written`, and the variables of the deferred updates.
+        at_home: What the strategy's home keeps for the program; None before its use.
         variables: `changed` and `inputs`.
     """
 
@@ -124,6 +125,7 @@ class Program:
         self.changed = distinct([*self.written, *changed])
         self.variables = distinct([*self.changed, *self.inputs])
         self.is_new = True
+        self.at_home: Any = None
         self._jitted = self._jit(self._function())
         self._has_effects = False
         self._may_crash = group.axis.is_of_cpus and group.axis.size > 1

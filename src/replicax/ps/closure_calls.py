@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["NOT_DONE", "ClosureOwner", "ClosureWorker", "ScriptSync"]
 
 _FETCHED_AT_ONCE = 256
-_MAX_NESTED = 8
 _LOOK_SECONDS = 1.0
 _POSITION = "coordinator: now"
 _KEPT_BYTES = 16 * 2**20
@@ -192,30 +191,22 @@ class ScriptSync:
         self._pass()
         self._publish_position()
 
-    def outcome(self, at: str | None = None) -> JSONObject | None:
-        """In other tasks, the next point's outcome; None until the chief passes it.
+    def pass_next(self) -> JSONObject | None:
+        """In other tasks, pass the next point, and return its outcome.
 
-        If there is an outcome, advances this script past the point; with `at`, only if
-        the point is a call of that method.
+        Returns None, and passes no point, until the chief has passed it.
         """
         if self._chief["points"] <= self.passed:
             self._chief = self._session.board("get", key=_POSITION) or self._chief
         if self._chief["points"] <= self.passed:
             return None
         record = self._session.board("get", key=self._key(self._chief["starts"]))
-        record = record or NOT_DONE
-        if at is None or record.get("at") == at:
-            self._pass()
-        return record
+        self._pass()
+        return record or NOT_DONE
 
     def _pass(self) -> None:
         self.passed += 1
         self.scheduled = 0
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This script's position: points passed, and calls of `schedule` since."""
-        return self.passed, self.scheduled
 
     def _key(self, starts: int) -> str:
         # A restarted chief numbers its points from 0 again.
@@ -314,7 +305,6 @@ class ClosureWorker:
         self._trained_last: str | None = None
         # The script's own random numbers are the same in all tasks.
         self.random_numbers = random_numbers
-        self.newest = (0, 0)  # The greatest `ScriptSync.place` of its closures.
 
     def run_one(self) -> bool:
         """Run one queued closure, if there is one; return whether it ran."""
@@ -325,21 +315,19 @@ class ClosureWorker:
         if closure is None:
             self._trained_last = None  # Other workers may have trained meanwhile.
             return False
-        points, number = closure.payload["place"]
-        self.newest = max(self.newest, (points, number))
-        if points > self._script_sync.passed:
+        if closure.payload["passed"] > self._script_sync.passed:
             # The chief has passed a point that this script has not. The closure may
             # need objects that the script creates after that point.
             self._postponed = closure
             return False
-        self._home.num_closures += 1
-        caller, self._session.closure = self._session.closure, (closure.id, Counter())
+        self._home.in_closure = True
+        self._session.closure = closure.id, Counter()
         try:
             with self.random_numbers:
                 self._run(closure)
         finally:
-            self._home.num_closures -= 1
-            self._session.closure = caller
+            self._home.in_closure = False
+            self._session.closure = None
         return True
 
     def _run(self, closure: Taken) -> None:
@@ -407,31 +395,12 @@ class ClosureWorker:
         match marked:
             case {"number": number}:
                 return self._sources.own(number)
-            case {"id": id}:
-                outcome = self._outcome_of(id)
+            case {"id": id}:  # The board waits for this closure's end.
+                outcome = self._session.board("fetch", ids=[id])[id]
+                why = "its argument, the result of another closure, was cancelled"
+                outcome = _as_seen_by_user(outcome, why)
             case _:
                 outcome = msgspec.convert(marked["outcome"], Outcome)
         if outcome.error is not None:
             raise error_from_json(outcome.error)
         return decode(outcome.value)
-
-    def _outcome_of(self, id: str) -> Outcome:
-        """Wait for the outcome of a closure that the running closure needs."""
-
-        def poll() -> Outcome | None:
-            outcome = self._session.board("fetch", ids=[id])[id]
-            if outcome.is_final:
-                return outcome
-            if self._home.num_closures < _MAX_NESTED and outcome.status == "queued":
-                # Its worker has died. The closure is first in the queue, and all
-                # workers may wait for its result. So this worker runs it.
-                self.run_one()
-            return None
-
-        def holder() -> str:
-            running = self._session.board("pending").running
-            return running.get(id, "a worker that is free")
-
-        outcome = self._session.wait(poll, "the result that a closure needs", holder)
-        why = "its argument, the result of another closure, was cancelled"
-        return _as_seen_by_user(outcome, why)

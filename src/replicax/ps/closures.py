@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from replicax._util.types import JSON
-from replicax.ps.limits import Name, RequestError
+from replicax.ps.limits import Name
 
 __all__ = ["Closures", "Outcome", "Pending", "Scheduled", "Taken"]
 
@@ -67,8 +67,8 @@ class Pending(msgspec.Struct):
 class _Closure(msgspec.Struct, kw_only=True):
     """A closure; `worker` runs it, or ran it before the server was restarted.
 
-    `owner` scheduled it, in `generation`. `died_with` are workers that died while they
-    ran it. The chief will not fetch the outcome of an `unwanted` closure.
+    `owner` scheduled it, in `generation`. `needs` are the closures whose results are
+    among its arguments. `died_with` are workers that died while they ran it.
     """
 
     id: str
@@ -77,10 +77,10 @@ class _Closure(msgspec.Struct, kw_only=True):
     owner: str
     generation: int
     size: int
+    needs: list[str] = []
     outcome: Outcome = msgspec.field(default_factory=lambda: Outcome("queued"))
     worker: str | None = None
     died_with: list[str] = []
-    unwanted: bool = False
 
 
 class Closures(msgspec.Struct, kw_only=True):
@@ -104,21 +104,22 @@ class Closures(msgspec.Struct, kw_only=True):
     generation: int = 0
 
     def schedule(
-        self, id: Name, payload: JSON, function: Name, worker: Name
+        self,
+        id: Name,
+        payload: JSON,
+        function: Name,
+        worker: Name,
+        needs: list[Name] = [],  # noqa: B006 - never changed
     ) -> Scheduled:
         """Queue a closure, as TF's `ClusterCoordinator.schedule`.
 
         When the scheduling `worker` is replaced or leaves, the closure is dropped. Only
-        workers that have registered the `function` get it.
+        workers that have registered the `function` get it, after the closures that it
+        `needs` are finished.
         """
         size = len(json.dumps(payload))
         if self.error is not None:
             return Scheduled(failed=self.raise_if_failed())
-        if id in self.known:
-            raise RequestError(
-                f"The closure {id!r} was scheduled already and is "
-                f"{self.known[id].outcome.status}. Each needs an id of its own."
-            )
         is_full = len(self.known) >= self.max_closures
         if is_full or self.num_bytes + size > _MAX_BYTES:
             return Scheduled(is_full=True)
@@ -129,6 +130,7 @@ class Closures(msgspec.Struct, kw_only=True):
             owner=worker,
             generation=self.generation,
             size=size,
+            needs=needs,
         )
         self.num_bytes += size
         self.queue.append(id)
@@ -145,12 +147,16 @@ class Closures(msgspec.Struct, kw_only=True):
         """
         for id in self.queue:
             closure = self.known[id]
-            if closure.function in functions:
+            if closure.function in functions and self._is_ready(closure):
                 self.queue.remove(id)
                 self.running[id] = closure.worker = worker
                 closure.outcome = Outcome("running")
                 return Taken(id, closure.function, closure.payload)
         return None
+
+    def _is_ready(self, closure: _Closure) -> bool:
+        needs = (self.known.get(id) for id in closure.needs)
+        return all(need is None or need.outcome.is_final for need in needs)
 
     def result(
         self,
@@ -180,13 +186,11 @@ class Closures(msgspec.Struct, kw_only=True):
         return True
 
     def _set_outcome(self, closure: _Closure, outcome: Outcome, size: int = 0) -> None:
-        """Set a final outcome; forget the closure if it is unwanted."""
+        """Set a final outcome, and drop the arguments."""
         self.running.pop(closure.id, None)
         self.num_bytes += size - closure.size
         closure.payload, closure.size = None, size
         closure.outcome, closure.worker = outcome, None
-        if closure.unwanted:
-            self._forget(closure.id)
 
     def _fail(self, closure: _Closure, error: dict[str, str]) -> None:
         """Record an error; the first in a generation cancels the queued closures."""
@@ -200,6 +204,9 @@ class Closures(msgspec.Struct, kw_only=True):
         self.queue.clear()
 
     def _forget(self, id: str) -> None:
+        if id in self.queue:
+            self.queue.remove(id)
+        self.running.pop(id, None)
         self.num_bytes -= self.known.pop(id).size
 
     def release(self, worker: str, *, died: bool) -> None:
@@ -241,9 +248,7 @@ class Closures(msgspec.Struct, kw_only=True):
 
     def disown(self, owner: str) -> None:
         """Drop all closures, also running ones, of an owner whose process has ended."""
-        self.queue = [i for i in self.queue if self.known[i].owner != owner]
         for id in [i for i, c in self.known.items() if c.owner == owner]:
-            self.running.pop(id, None)
             self._forget(id)
         if self.error_owner == owner:
             self.error = None
@@ -261,14 +266,12 @@ class Closures(msgspec.Struct, kw_only=True):
         """Outcomes of closures by id, as TF's `ClusterCoordinator.fetch`.
 
         The answer has at most 16 MiB; call again for missing ids. `forget` lists
-        closures that the chief will not fetch again. If such a closure is unfinished,
-        it still runs, and its error is still reported.
+        closures to drop, since the chief has their outcomes. (After a restart, such a
+        closure may be unfinished here.)
         """
         for id in forget:
             if id in self.known:
-                self.known[id].unwanted = True
-                if self.known[id].outcome.is_final:
-                    self._forget(id)
+                self._forget(id)
         answer: dict[str, Outcome] = {}
         room = _MAX_FETCHED
         for id in ids:

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
 
 import jax
 
@@ -38,7 +37,7 @@ from replicax.ps.worker_input import ElasticInputShard
 __all__ = ["ClusterCoordinator", "RemoteValue"]
 
 _PACE_SECONDS = 0.05
-_MOST_AHEAD = 1024
+_MOST_SCHEDULED = 1_000_000
 _logger = logging.getLogger("replicax")
 
 
@@ -124,22 +123,29 @@ class ClusterCoordinator:
             Exception: The error of an earlier function, which has cancelled the queued
                 functions. It is raised once.
             TypeError: For an argument that cannot be sent.
+            ContextError: After a million calls without `join`, `done` or `fetch`, in
+                which the other tasks run functions.
         """
         self._require_outside("schedule")
         name = self._functions.register(fn)
         self._script_sync.scheduled += 1
+        if self._script_sync.scheduled > _MOST_SCHEDULED:
+            raise ContextError(
+                f"ClusterCoordinator.schedule: called {_MOST_SCHEDULED:,} times since "
+                "the last call of join, done or fetch. Workers run functions in these "
+                "calls: call join, for example after each epoch."
+            )
         if not self._session.is_chief:
-            if self._script_sync.scheduled % _MOST_AHEAD == 0:
-                self._await_chief()
             return RemoteValue(self.fetch)
         self.strategy.servers.publish()
         call, needs = self._owner.pack(args or (), kwargs or {})
         result = RemoteValue(self.fetch, self._owner.new_id())
-        payload = {"call": call, "place": self._script_sync.place}
+        payload = {"call": call, "passed": self._script_sync.passed}
+        ids = [need.id for need in needs]
 
         def poll() -> Scheduled | None:
             answer: Scheduled = self._session.once(
-                "schedule", id=result.id, payload=payload, function=name
+                "schedule", id=result.id, payload=payload, function=name, needs=ids
             )
             if not answer.is_full:
                 return answer
@@ -258,7 +264,7 @@ class ClusterCoordinator:
         )
 
     def _require_outside(self, name: str) -> None:
-        if self.strategy.servers.num_closures:
+        if self.strategy.servers.in_closure:
             raise ContextError(
                 f"ClusterCoordinator.{name}: called in a function that the coordinator "
                 "runs. Only the script itself schedules and waits."
@@ -324,29 +330,11 @@ class ClusterCoordinator:
 
     # The other workers.
 
-    def _await_chief(self) -> None:
-        """Run closures until the chief has scheduled as many as this script.
-
-        For scripts without `join`, which schedule until an error is raised.
-        """
-
-        def poll() -> JSONObject | None:
-            record = self._script_sync.outcome("schedule")
-            if record is None and self._worker.newest < self._script_sync.place:
-                self._run_one()
-                return None
-            return record or NOT_DONE
-
-        with self._worker.random_numbers:
-            record = self._script_sync.until(poll, "coordinator.schedule")
-        if record.get("at") == "schedule":
-            raise error_from_json(record["error"])
-
     def _follow(self, at: str) -> JSONObject:
         """Run closures until the chief's outcome of this call is known; return it."""
 
         def poll() -> JSONObject | None:
-            record = self._script_sync.outcome()
+            record = self._script_sync.pass_next()
             if record is None:
                 self._run_one()
             return record
@@ -367,7 +355,12 @@ class ClusterCoordinator:
                 "script, with branches that depend only on the coordinator's results."
             )
         if at == "fetch" and "values" not in record:
-            self._serve_to_the_end()
+            _logger.warning(
+                "%s ends: it was restarted, and cannot repeat the script: results that "
+                "the chief has fetched are no longer kept.",
+                self._session.name,
+            )
+            raise SystemExit(0)
         return record
 
     def _run_one(self) -> None:
@@ -382,16 +375,6 @@ class ClusterCoordinator:
                 )
                 raise SystemExit(0)
             self._script_sync.look()
-
-    def _serve_to_the_end(self) -> NoReturn:
-        """Run closures until the job ends: this script cannot follow the chief's."""
-        _logger.warning(
-            "%s is so far behind the chief that a result which the chief has fetched "
-            "is no longer kept. From now on it only runs closures.",
-            self._session.name,
-        )
-        while True:
-            self._script_sync.until(self._run_one, "the end of the job")
 
 
 def _checked(strategy: object) -> Session:

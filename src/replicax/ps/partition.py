@@ -191,11 +191,6 @@ class _CheckedPartitioner:
 
         Along `axis` it is at most the size of that dimension.
         """
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(
-                f"partitioner: got axis={axis} for shape {list(shape)}, expected an "
-                "axis of that shape."
-            )
         counts = [1] * len(shape)
         counts[axis] = max(1, min(self._num_shards(shape, dtype, axis), shape[axis]))
         return counts
@@ -236,7 +231,6 @@ class MinSizePartitioner(_CheckedPartitioner):
     Args:
         min_shard_bytes: Bytes that a shard should have at least.
         max_shards: Largest number of shards. With the default of 1 nothing is cut.
-        bytes_per_string: Bytes of one element of dtype `"string"`.
 
     Raises:
         ValueError: If an argument is less than 1.
@@ -248,10 +242,9 @@ class MinSizePartitioner(_CheckedPartitioner):
 
     min_shard_bytes: int = 256 << 10
     max_shards: int = 1
-    bytes_per_string: int = 16
 
     def _num_shards(self, shape: Sequence[int], dtype: str, axis: int) -> int:
-        total = math.prod(shape) * _item_bytes(dtype, self.bytes_per_string)
+        total = math.prod(shape) * np.dtype(dtype).itemsize
         return min(math.ceil(total / self.min_shard_bytes), self.max_shards)
 
 
@@ -265,7 +258,6 @@ class MaxSizePartitioner(_CheckedPartitioner):
         max_shard_bytes: Bytes that a shard should have at most; one row is never cut.
         max_shards: Largest number of shards, which may make shards larger than
             `max_shard_bytes`; None: no limit.
-        bytes_per_string: Bytes of one element of dtype `"string"`.
 
     Raises:
         ValueError: If an argument is less than 1.
@@ -277,10 +269,9 @@ class MaxSizePartitioner(_CheckedPartitioner):
 
     max_shard_bytes: int
     max_shards: int | None = None
-    bytes_per_string: int = 16
 
     def _num_shards(self, shape: Sequence[int], dtype: str, axis: int) -> int:
-        total = math.prod(shape) * _item_bytes(dtype, self.bytes_per_string)
+        total = math.prod(shape) * np.dtype(dtype).itemsize
         if not total:
             return 1
         rows = max(1, self.max_shard_bytes * shape[axis] // total)
@@ -383,12 +374,6 @@ def _keep_whole(
 def _is_count(number: Any) -> bool:
     is_int = isinstance(number, int | np.integer) and not isinstance(number, bool)
     return is_int and int(number) >= 1
-
-
-def _item_bytes(dtype: str, bytes_per_string: int) -> int:
-    if dtype is str or dtype == "string":
-        return bytes_per_string
-    return np.dtype(dtype).itemsize
 
 
 def _require_positive(who: str, **arguments: int | None) -> None:

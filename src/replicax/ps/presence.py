@@ -57,11 +57,6 @@ class Presence:
         *,
         now: float,
     ) -> None:
-        if not workers or len(set(workers)) != len(workers):
-            raise ValueError(
-                f"Board: workers must be different names, at least one; got "
-                f"{list(workers)}."
-            )
         self.chief = workers[0]
         self.timeouts = timeouts
         self.sessions = sessions

@@ -28,7 +28,6 @@ __all__ = ["serve"]
 
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 0.5
-_DONE_JOB = "the job before"  # Board key: id of the last finished job.
 _ENDED = "the job is over"  # Board key: True when server 0 has marked the job done.
 _LINGERED_BEATS = 2.5  # Heartbeat intervals: workers learn of a failure from answers.
 _logger = logging.getLogger("replicax")
@@ -49,8 +48,8 @@ def serve(
     has failed. Without a `snapshot_dir` there are no snapshots.
 
     Server 0 marks its snapshots as done before it publishes the end of the job. If the
-    job is killed in between, the other servers learn at their next start from server 0
-    that their snapshots belong to a finished job.
+    job is killed in between, the other servers do not restore their snapshots either:
+    server 0 has begun another job by then.
     """
     if not has_devices():
         # A server computes on the CPU. JAX must not reserve the memory of GPUs.
@@ -131,29 +130,21 @@ def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) 
     job = str(board.put(JOB, uuid.uuid4().hex))  # Keeps the id of a restored job.
     if snapshots is not None:
         snapshots.job = job
-        board.put(_DONE_JOB, snapshots.done[1], first=False)
         snapshots.start(store, board.state)
 
 
 def _join_job(snapshots: Snapshots, store: VariableStore, first: Connection) -> None:
-    """On another server: join the job of server 0.
-
-    Server 0 has the id of the last finished job: this server may have been killed
-    before it marked its own snapshots as done.
-    """
+    """On another server: join the job of server 0."""
     snapshots.job = first.call("board.get", key=JOB)
-    _restore(snapshots, store, done_job=first.call("board.get", key=_DONE_JOB) or "")
+    _restore(snapshots, store)
     snapshots.start(store)
 
 
 def _restore(
-    snapshots: Snapshots,
-    store: VariableStore,
-    board: Board | None = None,
-    done_job: str = "",
+    snapshots: Snapshots, store: VariableStore, board: Board | None = None
 ) -> None:
     """Restore the newest snapshot, if any; let answers wait for `snapshots.flush`."""
-    if (snapshot := snapshots.restore(done_job)) is not None:
+    if (snapshot := snapshots.restore()) is not None:
         wal = snapshots.wal.newest
         store.load_state(snapshot.state, wal)
         if board is not None and snapshot.board is not None:

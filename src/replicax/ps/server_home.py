@@ -15,7 +15,6 @@
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +64,8 @@ class ServerHome(ReplicaHome):
 
     `remote` has this worker's variables on servers, `rows` its tables. With `overlap` a
     push is still in flight when the next step begins. `fit_metrics` has the ids of the
-    running `fit`'s metric variables; None outside of `fit`. `num_closures` is the
-    nesting depth of the running closures of a coordinator.
+    running `fit`'s metric variables; None outside of `fit`. `in_closure` is
+    true while a closure of a coordinator runs.
     """
 
     keeps_slots = False
@@ -90,9 +89,8 @@ class ServerHome(ReplicaHome):
         self.overlap = strategy.overlap
         self._in_flight: list[tuple[RemoteGroup, GroupPush]] = []
         self.fit_metrics: frozenset[int] | None = None
-        self.num_closures = 0
+        self.in_closure = False
         self._strategy = strategy
-        self._connected: WeakKeyDictionary[Program, _Connected] = WeakKeyDictionary()
         self._num_fits = 0
 
     def refresh(self) -> None:
@@ -201,9 +199,9 @@ class ServerHome(ReplicaHome):
 
         Sends values and learning rates that the user has assigned.
         """
-        connected = self._connected.get(program)
+        connected = program.at_home
         if connected is None:
-            connected = self._connected[program] = self._connect_new(program, stored)
+            connected = program.at_home = self._connect_new(program, stored)
         stored |= _values(connected.others)
         for group in connected.groups:
             self._send_optimizer_numbers(group, stored)
@@ -283,7 +281,7 @@ class ServerHome(ReplicaHome):
     def adds_up(self, *, trains: bool) -> bool:
         """Whether workers' metrics are summed at an epoch's end or after a closure."""
         in_fit = self.fit_metrics is not None
-        is_shared = self.num_closures > 0 or (in_fit and trains)
+        is_shared = self.in_closure or (in_fit and trains)
         return is_shared and len(self.session.workers) > 1
 
     def claimed_steps(self, model: keras.Model, fit: object) -> WorkQueueFit:

@@ -48,9 +48,7 @@ _logger = logging.getLogger("replicax")
 
 _ARRAYS = "arrays.bin"
 _STATE = "state.json"
-# A file beside the snapshots: the number of a finished job's last snapshot, and the
-# job's id.
-_DONE = "done"
+_DONE = "done"  # A file beside the snapshots: the number of a job's last snapshot.
 _NAME = re.compile(r"snapshot-(\d{9})")
 _FORMAT = FolderFormat("snapshot", "replicax-snapshot", 2, "It is skipped.")
 _KEPT = 2
@@ -75,7 +73,7 @@ class Snapshots:
     `every_updates` were applied, `every_seconds` have passed since the first update
     that is not on disk, or more updates were lost. Without both options there is no
     thread. Pushes go on meanwhile. The newest two snapshots are kept. `wal` is the
-    write-ahead log since the newest snapshot, `job` the id of the job.
+    write-ahead log since the newest snapshot, `job` the id of the job, `""` if unknown.
     """
 
     def __init__(
@@ -117,8 +115,6 @@ class Snapshots:
         board_state: Callable[[], JSONObject] | None = None,
     ) -> None:
         """Start the thread that writes snapshots of later changes."""
-        if self._source is not None:
-            raise RuntimeError(f"Snapshots of {self.folder}: already started.")
         self._source, self._board_state = store, board_state
         self._written, self._lost_written = self._progress(store), store.num_lost
         if self._every_updates is None and self._every_seconds is None:
@@ -142,12 +138,9 @@ class Snapshots:
 
     def mark_done(self) -> None:
         """Mark the job as done, so that the next job in this folder starts anew."""
-        numbers = self._numbers()
         try:
-            if numbers or self.job:
-                last = numbers[-1] if numbers else 0
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_whole(self.folder / _DONE, f"{last} {self.job}")
+            if numbers := self._numbers():
+                write_whole(self.folder / _DONE, str(numbers[-1]))
             self.wal.clear()
         except OSError as error:
             _logger.error(
@@ -157,15 +150,6 @@ class Snapshots:
                 error,
                 self.folder,
             )
-
-    @property
-    def done(self) -> tuple[int, str]:
-        """The number of the finished job's last snapshot, and the job's id."""
-        try:
-            number, job = (self.folder / _DONE).read_text().split(" ")
-            return int(number), job
-        except (FileNotFoundError, ValueError):
-            return 0, ""
 
     def write(self, state: JSONObject, board: JSONObject | None = None) -> Path:
         """Write a snapshot of a store and a board; delete the oldest ones.
@@ -182,24 +166,25 @@ class Snapshots:
         self._remove_old()
         return path
 
-    def restore(self, done_job: str = "") -> Snapshot | None:
+    def restore(self) -> Snapshot | None:
         """Read the newest complete snapshot; None if there is none.
 
-        Skips and logs damaged snapshots, and the snapshots of a finished job, such as
-        the job with the id `done_job`.
+        Skips and logs damaged snapshots, and the snapshots of other jobs: jobs that are
+        marked as done, and all jobs but `job`, if that is known.
         """
-        last, job = self.done
+        mark = self.folder / _DONE
+        done = int(mark.read_text()) if mark.exists() else 0
         for number in reversed(self._numbers()):
             path = self._path(number)
             try:
-                snapshot = None if number <= last else _read(path)
+                snapshot = None if number <= done else _read(path)
             except CheckpointError as error:
                 _logger.warning("%s", error)
                 continue
-            if snapshot is not None and snapshot.job not in {job, done_job} - {""}:
+            if snapshot is not None and self.job in ("", snapshot.job):
                 return snapshot
             _logger.warning(
-                "snapshots up to %s are of a finished job; they are not restored",
+                "snapshots up to %s are of an earlier job; they are not restored",
                 path,
             )
             break

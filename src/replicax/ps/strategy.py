@@ -1,7 +1,6 @@
 """`ParameterServerStrategy`: variables on servers, asynchronous workers."""
 
 from collections import Counter
-from inspect import isclass
 from typing import Any
 
 from replicax._util import json_codec, random_state
@@ -73,7 +72,6 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         ClusterConfigError: If the cluster's description is malformed or has no servers.
-        TypeError: If `variable_partitioner` is not a function of a shape and a dtype.
         ConnectionLost: If a server cannot be reached by the start-up deadline.
         SystemExit: In a `ps` task, at the end of the job.
 
@@ -101,7 +99,6 @@ class ParameterServerStrategy(Strategy):
         config = _cluster(cluster_resolver)
         timeouts = checked_timeouts(timeouts, "ParameterServerStrategy")
         workers = [task.name for task in config.cluster.workers]
-        _check_partitioner(variable_partitioner)
         _check_options(max_staleness, overlap, compression)
         if config.task_type == "ps":
             serve(
@@ -205,16 +202,6 @@ def _cluster(resolver: ClusterResolver | None) -> TaskConfig:
             f"{config.cluster.jobs}. Add tasks of type 'worker'."
         )
     return config
-
-
-def _check_partitioner(partitioner: object) -> None:
-    if partitioner is None or (callable(partitioner) and not isclass(partitioner)):
-        return
-    raise TypeError(
-        "ParameterServerStrategy: variable_partitioner must be a function of shape and "
-        "dtype, such as rx.experimental.partitioners.FixedShardsPartitioner(2); got "
-        f"{partitioner!r}."
-    )
 
 
 def _check_options(

@@ -61,10 +61,9 @@ class RemoteVariables:
         self._compression = compression
         self._rows = rows
         self.groups: list[RemoteGroup] = []
-        # By ids of optimizers, which the values keep alive: the optimizer's group, and
-        # its slots from a checkpoint until it has a group.
-        self._trained: dict[int, tuple[keras.optimizers.Optimizer, RemoteGroup]] = {}
-        self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
+        self._trained: dict[keras.optimizers.Optimizer, RemoteGroup] = {}
+        # Slots from a checkpoint, until the optimizer has a group.
+        self._restored: dict[keras.optimizers.Optimizer, _Slots] = {}
         self.requests: GroupRequests | None = None
         self._num_steps: dict[str, int] = {}  # By group, at the last `trained_twice`.
 
@@ -121,9 +120,7 @@ class RemoteVariables:
         """The ids of variables that training steps change, also of the optimizers."""
         groups = [group for group in self.groups if group.placement.rule != ASSIGNED]
         changed = (v for group in groups for v in group.variables)
-        own = (
-            v for optimizer, _ in self._trained.values() for v in optimizer.variables
-        )
+        own = (v for optimizer in self._trained for v in optimizer.variables)
         return {id(v) for v in (*changed, *own)}
 
     def on_servers(
@@ -168,7 +165,7 @@ class RemoteVariables:
         """An optimizer's slots on the servers; without a group, those to restore."""
         remote = self.on_servers(optimizer)
         if remote is None:
-            return self._restored.get(id(optimizer), (optimizer, {}))[1]
+            return self._restored.get(optimizer, {})
         return remote.slots()
 
     def restore_slots(
@@ -177,7 +174,7 @@ class RemoteVariables:
         """Restore an optimizer's slots, now or when its groups are created."""
         remote = self.on_servers(optimizer)
         if remote is None:
-            self._restored[id(optimizer)] = optimizer, slots
+            self._restored[optimizer] = slots
         else:
             remote.restore(slots)
 
@@ -188,7 +185,7 @@ class RemoteVariables:
     ) -> RemoteGroup:
         optimizer = update.optimizer
         variables = list(update.variables)
-        _, group = self._trained.get(id(optimizer), (optimizer, None))
+        group = self._trained.get(optimizer)
         if group is None:
             rule = self._rule(optimizer, variables, stored)
             group = self._add(optimizer.name, rule, variables, stored, optimizer)
@@ -258,7 +255,7 @@ class RemoteVariables:
             values = [stored[id(v)] for v in variables]
             group = self._join(placed, variables, values, self._restored_for(count))
         if optimizer is not None:
-            self._trained[id(optimizer)] = optimizer, group
+            self._trained[optimizer] = group
         if group.optimizer is not None:
             group.optimizer.watch(count, rate)
         group.hand_out(stored)
@@ -266,10 +263,9 @@ class RemoteVariables:
 
     def _restored_for(self, count: keras.Variable | None) -> _Slots:
         """Pop the slots to restore, for the optimizer with this step count variable."""
-        for key, (optimizer, slots) in self._restored.items():
+        for optimizer in self._restored:
             if _count_and_rate(optimizer)[0] is count:
-                del self._restored[key]
-                return slots
+                return self._restored.pop(optimizer)
         return {}
 
     def _named(self, name: str) -> RemoteGroup | None:

@@ -112,9 +112,6 @@ class _ParameterDevice(ReplicaHome):
         self._dispatch = dispatch
         self._copies = _CopyCache(group.mirrored)
         self._running: collections.deque[jax.Array] = collections.deque()
-        self._compiled: weakref.WeakKeyDictionary[Update, Wrapped] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def settle(self) -> None:
         """Drop the compute devices' copies of variables; the next step makes new ones.
@@ -132,23 +129,24 @@ class _ParameterDevice(ReplicaHome):
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
         is_new = program.is_new
-        if is_new:
-            for update in program.deferred_updates:
-                self._trace(update)
+        if program.at_home is None:
+            program.at_home = list(map(self._compiled, program.deferred_updates))
         self._wait_for_the_step_before_the_last()
         inputs = self._copies.of([stored[id(v)] for v in program.inputs])
         out, gradients, new = program(inputs, arrays)
         at_home = jax.device_put(new, self._sharding)
         stored |= zip(map(id, program.written), at_home, strict=True)
-        pairs = list(zip(program.deferred_updates, gradients, strict=True))
+        updates = list(
+            zip(program.at_home, program.deferred_updates, gradients, strict=True)
+        )
         changed = [v for update in program.deferred_updates for v in update.changed]
         variables = [*program.written, *changed]
         if is_new or len(set(map(id, changed))) < len(changed):
-            in_turn = itertools.chain(at_home, self._updated(pairs, stored))
+            in_turn = itertools.chain(at_home, self._updated(updates, stored))
             with Announced("compiling the update") if is_new else nullcontext():
                 uninterrupted(lambda: internals.write_values(variables, in_turn))
         else:
-            calls = [self._call(u, g, stored) for u, g in pairs]
+            calls = [self._call(*update, stored) for update in updates]
             after = itertools.chain.from_iterable(map(operator.call, calls))
             # In one call of C, like a program's: an interrupt comes before or after it.
             internals.write_values(variables, itertools.chain(at_home, after))
@@ -160,6 +158,7 @@ class _ParameterDevice(ReplicaHome):
 
     def _call(
         self,
+        compiled: Wrapped,
         update: Update,
         gradients: Sequence[jax.Array],
         stored: Mapping[int, jax.Array],
@@ -167,16 +166,16 @@ class _ParameterDevice(ReplicaHome):
         """Make the call of an update, which donates the old values."""
         before = _values_to_donate([id(v) for v in update.changed], stored)
         grads = jax.device_put(gradients, self._sharding)
-        return functools.partial(self._function_of(update), before, grads)
+        return functools.partial(compiled, before, grads)
 
     def _updated(
         self,
-        pairs: Iterable[tuple[Update, Sequence[jax.Array]]],
+        updates: Iterable[tuple[Wrapped, Update, Sequence[jax.Array]]],
         stored: dict[int, jax.Array],
     ) -> Iterator[jax.Array]:
         """Make updates one after the other: they may change the same variables."""
-        for update, grads in pairs:
-            after = self._call(update, grads, stored)()
+        for compiled, update, grads in updates:
+            after = self._call(compiled, update, grads, stored)()
             stored |= zip(map(id, update.changed), after, strict=True)
             yield from after
 
@@ -186,8 +185,9 @@ class _ParameterDevice(ReplicaHome):
         while len(self._running) > 1:
             self._running.popleft().block_until_ready()
 
-    def _trace(self, update: Update) -> None:
-        """Trace an update, so that its errors come before values are donated."""
+    def _compiled(self, update: Update) -> Wrapped:
+        """An update as a function that donates the old values; raises its errors."""
+        compiled = jax.jit(update.make, donate_argnums=0, out_shardings=self._sharding)
         values, gradients = (
             [
                 jax.ShapeDtypeStruct(v.shape, dtype_on_devices(v.dtype))
@@ -195,25 +195,8 @@ class _ParameterDevice(ReplicaHome):
             ]
             for variables in (update.changed, update.variables)
         )
-        jax.eval_shape(self._function_of(update), values, gradients)
-
-    def _function_of(self, update: Update) -> Wrapped:
-        """Compile an update as a function that donates its values."""
-        function = self._compiled.get(update)
-        if function is None:
-            reference = weakref.ref(update)  # The function must not keep it alive.
-
-            def make_update(
-                values: list[jax.Array], gradients: list[jax.Array]
-            ) -> list[jax.Array]:
-                update = reference()
-                assert update is not None  # Only its program traces it.
-                return update.make(values, gradients)
-
-            function = self._compiled[update] = jax.jit(
-                make_update, donate_argnums=0, out_shardings=self._sharding
-            )
-        return function
+        jax.eval_shape(compiled, values, gradients)  # Before values are donated.
+        return compiled
 
 
 def _host(caller: str) -> Device:
