@@ -212,6 +212,37 @@ def test_products_are_computed_in_parts() -> None:
     assert "f32[8,64]" not in texts[0]
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16"])
+def test_sums_of_16_bits_do_not_abort_the_process(policy: str) -> None:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        _, actual = fitted(parallel(MAP), dense)
+        _, expected = fitted(mirrored(), dense)
+    finally:
+        keras.config.set_dtype_policy(before)
+    np.testing.assert_allclose(
+        actual["history"]["loss"], expected["history"]["loss"], rtol=0.02
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int16", "uint8", "bool"])
+def test_collectives_of_small_numbers(dtype: str) -> None:
+    def step(x: Any) -> Any:
+        context = rx.get_replica_context()
+        x = x + context.replica_id_in_sync_group.astype(x.dtype)
+        names = context.axis_names
+        return context.all_reduce("sum", x), *(
+            op(x, names) for op in (jax.lax.psum, jax.lax.pmax, jax.lax.pmin)
+        )
+
+    x = jnp.ones(4, dtype)
+    actual = parallel(None).run(step, (x,))
+    expected = mirrored().run(step, (x,))
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 # Refusals.
 
 

@@ -116,12 +116,13 @@ def compiler_options(
     return {name: value for name, value in options.items() if name not in users}
 
 
-def flags_in(environ: Mapping[str, str]) -> set[str]:
-    """Parse the names of the flags in `XLA_FLAGS`, or in the file that it names."""
+def flags_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """Parse the flags in `XLA_FLAGS`, or in the file that it names: values by name."""
     text = environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
         text = Path(text).read_text(encoding="utf-8")
-    return {word.lstrip("-").split("=", 1)[0] for word in text.split()}
+    flags = (word.lstrip("-").partition("=") for word in text.split())
+    return {name: value for name, _, value in flags}
 
 
 def in_batch_class(make: Callable[P, T]) -> Callable[P, T]:

@@ -323,6 +323,7 @@ class Program:
                 num_devices=group.axis.size,
                 spans_hosts=group.axis.num_per_host < group.axis.size,
                 largest_bytes=largest_bytes,
+                is_partitioned=len(group.mesh.axis_names) > 1,
             ),
         )
 

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
+from jax.experimental.pallas import pallas_call
 from keras import layers, ops
 from tests.conftest import mirrored
 
@@ -32,6 +34,25 @@ def own(x: Any) -> Any:
 
 def total(x: Any) -> Any:
     return rx.get_replica_context().all_reduce("sum", x)
+
+
+@jax.custom_vjp
+def scaled_by_index(x: Any) -> Any:
+    """`x`, whose gradient differs between replicas."""
+    return x
+
+
+scaled_by_index.defvjp(
+    lambda x: (x, None), lambda _, g: (g * lax.axis_index("replica"),)
+)
+
+
+def add_index(x: Any, out: Any) -> None:
+    out[...] = x[...] + lax.axis_index("replica")
+
+
+def add_one(x: Any, out: Any) -> None:
+    out[...] = x[...] + 1.0
 
 
 # Assignments that differ, as functions of (batch of this replica, mirrored value).
@@ -65,6 +86,16 @@ DIFFERENT: dict[str, Callable[[Any, Any], Any]] = {
     "callback": lambda x, w: jax.pure_callback(
         lambda w: np.asarray(w), jax.ShapeDtypeStruct((), "float32"), w
     ),
+    "callback of io": lambda x, w: io_callback(
+        lambda w: np.asarray(w), jax.ShapeDtypeStruct((), "float32"), w
+    ),
+    "callback in a solver": lambda x, w: lax.custom_linear_solve(
+        lambda a: a,
+        w,
+        lambda _, b: jax.pure_callback(
+            lambda b: np.asarray(b), jax.ShapeDtypeStruct((), "float32"), b
+        ),
+    ),
     "permuted": lambda x, w: lax.ppermute(w, "replica", [(0, 1)]),
     "scattered": lambda x, w: lax.psum_scatter(w * jnp.ones(2), "replica")[()],
     "sum in groups": lambda x, w: lax.psum(
@@ -75,6 +106,17 @@ DIFFERENT: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "sort": lambda x, w: jnp.sort(jnp.stack([x, w]))[0],
     "rng": lambda x, w: jax.random.normal(jax.random.key(own(0))),
+    "rng of the device": lambda x, w: lax.rng_uniform(0.0, 1.0, ()),
+    "rng of the device in a loop": lambda x, w: lax.while_loop(
+        lambda c: c < lax.rng_uniform(0.0, 9.0, ()), lambda c: c + 1, w
+    ),
+    "rng of the device in a branch": lambda x, w: lax.cond(
+        w > 0, lambda: lax.rng_uniform(0.0, 1.0, ()), lambda: w
+    ),
+    "rule of a gradient": lambda x, w: jax.grad(scaled_by_index)(w),
+    "kernel": lambda x, w: pallas_call(
+        add_index, jax.ShapeDtypeStruct((8,), "float32"), interpret=True
+    )(w * jnp.ones(8))[0],
     "reduced in one branch": lambda x, w: lax.cond(
         w > 0, lambda: x, lambda: jnp.zeros(())
     ),
@@ -104,6 +146,17 @@ EQUAL: dict[str, Callable[[Any, Any], Any]] = {
     "gradient of sums": lambda x, w: total(jax.grad(lambda w: w * x)(w)),
     "jit": lambda x, w: jax.jit(lambda x, w: (x, w + 1))(x, w)[1],
     "rng": lambda x, w: jax.random.normal(jax.random.key(0)) * w,
+    "rng of XLA": lambda x, w: jax.random.normal(jax.random.key(0, impl="rbg")) * w,
+    "rng of XLA, split": lambda x, w: (
+        w * jax.random.normal(jax.random.split(jax.random.key(0, impl="unsafe_rbg"))[1])
+    ),
+    "printed": lambda x, w: (jax.debug.print("{}", x), w)[1],
+    "solver of sums": lambda x, w: lax.custom_linear_solve(
+        lambda a: a * lax.psum(1.0, "replica"), w, lambda _, b: b / 2
+    ),
+    "kernel": lambda x, w: pallas_call(
+        add_one, jax.ShapeDtypeStruct((8,), "float32"), interpret=True
+    )(w * jnp.ones(8))[0],
     "merge_call": lambda x, w: rx.get_replica_context().merge_call(
         lambda strategy, x: strategy.reduce("mean", x), (x,)
     ),
@@ -128,6 +181,24 @@ def test_different_values_are_refused(name, strategy) -> None:
         rx.DivergenceError, match=r"run\(.*step.*'weight' \(\) differs.*all_reduce"
     ):
         assigns(DIFFERENT[name], strategy)
+
+
+def test_reads_of_a_mutable_array_are_not_known_to_be_equal(monkeypatch) -> None:
+    """The pass does not follow what a loop or a callee stores."""
+    monkeypatch.setenv("REPLICAX_CPU", "off")
+
+    def step(x: Any) -> Any:
+        ref = jax.new_ref(jnp.zeros(()))
+
+        def body(carry: Any, _: Any) -> Any:
+            ref[...] = ref[...] + x
+            return carry, None
+
+        lax.scan(body, 0, length=2)
+        return ref[...]
+
+    out = mirrored(2).run(step, (rx.PerReplica(np.float32([0.0, 1.0])),))
+    np.testing.assert_array_equal(np.asarray(out), [0.0, 2.0])
 
 
 @pytest.mark.parametrize("name", EQUAL)

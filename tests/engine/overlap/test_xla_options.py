@@ -76,6 +76,24 @@ def test_what_the_user_set_is_left_alone(flag, as_file, tmp_path) -> None:
     assert SCATTER in options
 
 
+@pytest.mark.parametrize("switch", ["on", "off"])
+@pytest.mark.parametrize(
+    ("flags", "passes"),
+    [
+        ("", "all-reduce-promotion"),
+        ("--xla_disable_hlo_passes=foo,bar", "foo,bar,all-reduce-promotion"),
+    ],
+)
+def test_the_pass_that_crashes_on_cpus_is_off(
+    flags, passes, switch, monkeypatch
+) -> None:
+    monkeypatch.setenv("REPLICAX_CPU", switch)
+    options = compiler_options("cpu", {"XLA_FLAGS": flags}, is_partitioned=True)
+    assert options is not None
+    assert options["xla_disable_hlo_passes"] == passes
+    assert "xla_disable_hlo_passes" not in (compiler_options("cpu", {}) or {})
+
+
 def test_a_flag_without_value_counts() -> None:
     options = compiler_options(
         "gpu", {"XLA_FLAGS": f"--{SCATTER}"}, scattered_bytes=MIB

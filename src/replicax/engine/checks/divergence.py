@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from replicax._private.jax import TracedEquation, frames_of
 from replicax._util.types import PyTree
 from replicax._util.user_code import is_user_file, library_of
-from replicax.engine.jaxprs import Atom, equations_of, inner_jaxprs, open_jaxpr
+from replicax.engine.jaxprs import Atom, inner_jaxprs, open_jaxpr
 from replicax.errors import DivergenceError
 
 __all__ = [
@@ -41,8 +41,14 @@ __all__ = [
 _MIRRORED = "replicax_mirrored"
 _WHOLE = "replicax_whole:"
 
-# Collectives whose results differ between replicas even if their operands are equal.
-_VARYING_COLLECTIVES = ("all_to_all", "ppermute", "psum_scatter", "reduce_scatter")
+# Collectives whose results are equal on all replicas, and casts without effect.
+_REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin")
+_GATHERS = ("all_gather", "all_gather_invariant", "pbroadcast")
+_CASTS = ("pvary", "pcast")
+
+# Parts of the names of primitives that return another value on each device: Python's
+# callbacks, XLA's generator without a key, Pallas' generator, and data from the host.
+_SOURCES = ("callback", "rng_uniform", "prng_random_bits", "infeed", "recv")
 
 Eqn: TypeAlias = jex_core.JaxprEqn
 Jaxpr: TypeAlias = jex_core.Jaxpr
@@ -131,35 +137,40 @@ class _Pass:
             return self._while(eqn, ins)
         if name == "cond":
             return self._cond(eqn, ins)
-        if self._axis_name is not None and (
-            name in _VARYING_COLLECTIVES
-            or eqn.params.get("axis_index_groups") is not None
-        ):
-            return [1] * len(eqn.outvars)
         # The inner jaxpr does not show which gradients a `custom_vjp` rule has.
         has_rule = self._axis_name is None and name.startswith("custom_vjp_call")
         inner = inner_jaxprs(eqn)
-        if not has_rule and len(inner) == 1 and len(inner[0].invars) == len(ins):
+        if not has_rule and len(inner) == 1 and _is_call_of(inner[0], eqn):
             return self.outputs(inner[0], ins)
         mark = _union(ins)
         if self._axis_name is not None:
-            # A Python callback may return another value to each replica.
-            mark |= int("callback" in name or _uses_axis_index(eqn))
+            # Reads of mutable arrays have effects, and foreign functions may.
+            has_effects = bool(eqn.effects) and not inner and not _axes_in(eqn)
+            mark |= int(has_effects or self._is_source(eqn))
         return [mark] * len(eqn.outvars)
+
+    def _is_source(self, eqn: Eqn) -> bool:
+        """Whether results may differ between replicas where all operands are equal."""
+        name = eqn.primitive.name
+        is_collective = self._axis_name in _axes_in(eqn)
+        return (
+            (
+                is_collective
+                and name not in _CASTS
+                and not self._removes_marks(eqn, name)
+            )
+            or any(part in name for part in _SOURCES)
+            or any(self._is_source(x) for j in inner_jaxprs(eqn) for x in j.eqns)
+        )
 
     def _removes_marks(self, eqn: Eqn, name: str) -> bool:
         if self._axis_name is None:
             return name == "stop_gradient"
         if name == "name":
             return is_declared_mirrored(eqn)
-        if name in ("psum", "psum_invariant", "pmax", "pmin"):
-            axes = eqn.params["axes"]
-        elif name in ("all_gather", "all_gather_invariant"):
-            axes = eqn.params["axis_name"]
-            axes = axes if isinstance(axes, tuple) else (axes,)
-        else:
-            return False
-        return self._axis_name in axes and eqn.params.get("axis_index_groups") is None
+        is_equal = name in _REDUCTIONS or name in _GATHERS
+        is_of_all = eqn.params.get("axis_index_groups") is None
+        return is_equal and is_of_all and self._axis_name in _axes_in(eqn)
 
     def _scan(self, eqn: Eqn, ins: list[int]) -> list[int]:
         body = open_jaxpr(eqn.params["jaxpr"])
@@ -224,9 +235,17 @@ def _num_consts_and_carry(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def _uses_axis_index(eqn: Eqn) -> bool:
-    return any(
-        True for jaxpr in inner_jaxprs(eqn) for _ in equations_of(jaxpr, "axis_index")
+def _axes_in(eqn: Eqn) -> tuple[str, ...]:
+    """The axes of a collective."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _is_call_of(jaxpr: Jaxpr, eqn: Eqn) -> bool:
+    """Whether an equation's operands and results are those of its inner jaxpr."""
+    return (len(jaxpr.invars), len(jaxpr.outvars)) == (
+        len(eqn.invars),
+        len(eqn.outvars),
     )
 
 

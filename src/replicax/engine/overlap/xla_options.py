@@ -15,6 +15,12 @@ _REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _ALL_GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 _PLATFORMS = ("gpu", "cuda", "rocm")
 
+# On CPUs, this pass of XLA aborts the process ("Invalid binary instruction opcode
+# copy") at sums of 16-bit floats over one axis of a `shard_map`, if XLA's partitioner
+# divides the program along another. Without the pass, CPUs sum in 16 bits, like GPUs.
+_DISABLED = "xla_disable_hlo_passes"
+_PROMOTION = "all-reduce-promotion"
+
 
 def compiler_options(
     platform: str,
@@ -24,6 +30,7 @@ def compiler_options(
     num_devices: int = 1,
     spans_hosts: bool = False,
     largest_bytes: int = 0,
+    is_partitioned: bool = False,
 ) -> dict[str, Any] | None:
     """The `compiler_options` of `jax.jit` for a step on devices of `platform`.
 
@@ -37,12 +44,17 @@ def compiler_options(
         num_devices: Number of devices over which the sums are scattered.
         spans_hosts: Whether the devices are on several hosts.
         largest_bytes: Size of the largest intermediate array, if known.
+        is_partitioned: Whether XLA divides the program along further mesh axes.
 
     Raises:
         OSError: If `XLA_FLAGS` names a file of flags that cannot be read.
     """
     if platform == "cpu":
-        return settings.compiler_options(environ, largest_bytes=largest_bytes)
+        options = settings.compiler_options(environ, largest_bytes=largest_bytes)
+        if is_partitioned:
+            passes = settings.flags_in(environ).get(_DISABLED, "").split(",")
+            options[_DISABLED] = ",".join([*filter(None, passes), _PROMOTION])
+        return options
     if platform not in _PLATFORMS or not scattered_bytes:
         return None
     own = settings.flags_in(environ)
