@@ -50,7 +50,7 @@ MEMBERS = {
     ),
     "input.DistributedDataset": ("element_spec",),
     "input.DistributedDatasetFromFunction": ("element_spec",),
-    "input.InputShard": ("worker", "num_workers", "num_steps", "in_step"),
+    "input.InputShard": ("num_steps", "in_step"),
     "input.Remainder": (),
     "layers.Embedding": (),
     "callbacks.Report": (),

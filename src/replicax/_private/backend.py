@@ -3,8 +3,6 @@
 import os
 import sys
 
-__all__ = ["is_tested_version", "require_jax_backend", "version_error"]
-
 _LAST_TESTED = "3.15.1"
 _TESTED_SERIES = ("3.14.", "3.15.")
 

@@ -7,8 +7,6 @@ Tested with Grain 0.2.13 to 0.2.18. Grain has no public names for the parents of
 import copy
 from typing import Any
 
-__all__ = ["parents_of", "seed_of", "with_parents", "with_seed"]
-
 
 def parents_of(dataset: object) -> tuple[object, ...]:
     """Return the datasets that a Grain dataset is derived from."""

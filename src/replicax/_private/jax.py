@@ -17,39 +17,14 @@ import jax.core
 import jax.extend.core
 from jax._src.interpreters import pxla
 
-__all__ = [
-    "ArrayImpl",
-    "TracedEquation",
-    "allow_high_operations",
-    "attention_of_card",
-    "batch_of",
-    "constant_of",
-    "distributed_state",
-    "equation_of",
-    "frames_of",
-    "has_devices",
-    "innermost",
-    "is_tpu_vm",
-    "jaxlib_version",
-    "literal_of",
-    "lowering_rule_for_cpus",
-    "put_everywhere",
-    "replace_gloo",
-    "skip_platform",
-]
-
 ArrayImpl = jax._src.array.ArrayImpl
 """The class of concrete arrays: its constructor does not check the parts."""
 
 
 def put_everywhere(value: Any, like: jax.Array) -> jax.Array:
-    """Copy a value to all devices of a replicated array.
+    """Copy a value to all devices of a replicated array of the same shape and dtype.
 
     Faster than `jax.device_put`, which first infers the arguments of this function.
-
-    Args:
-        value: A NumPy array, or an array on one device.
-        like: An array of the same shape and dtype, replicated over local devices.
     """
     sharding: Any = like.sharding
     devices = list(sharding.mesh.devices.flat)
@@ -149,9 +124,6 @@ def allow_high_operations(primitive: Any) -> None:
     From JAX 0.11 on some functions of jax.numpy, such as `searchsorted`, are traced as
     one operation. JAX expands them before it lowers a program, and calls `to_lojax` of
     each primitive that has a jaxpr.
-
-    Args:
-        primitive: A primitive of arrays, with one parameter.
     """
     tracing: Any = importlib.import_module("jax._src.interpreters.partial_eval")
     primitive.to_lojax = lambda *args, jaxpr: primitive.bind(
@@ -161,13 +133,10 @@ def allow_high_operations(primitive: Any) -> None:
 
 @contextlib.contextmanager
 def attention_of_card(capability: tuple[int, int]) -> Iterator[None]:
-    """Let JAX and Keras choose cuDNN's attention as on a described card.
+    """Let JAX and Keras choose cuDNN's attention as on a card of a CUDA capability.
 
-    They read the compute capability of the first local GPU; without a GPU they write
-    attention as plain operations.
-
-    Args:
-        capability: CUDA's compute capability, major and minor.
+    They read the capability of the first local GPU; without a GPU they write attention
+    as plain operations.
     """
     module: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     before = module.check_compute_capability, module.is_cuda_compute_capability_equal
@@ -191,16 +160,13 @@ def has_devices() -> bool:
 
 
 def skip_platform(name: str) -> bool:
-    """Make JAX find no devices of a platform, which stays registered.
+    """Make JAX find no devices of a platform; return whether JAX knew the platform.
 
-    The only public way is to name all other platforms. Without the registration the
-    imports of Pallas and of Keras fail.
-
-    Returns:
-        Whether JAX knew the platform.
+    The platform stays registered: otherwise the imports of Pallas and Keras fail. The
+    only public way is to name all other platforms.
     """
     bridge = importlib.import_module("jax._src.xla_bridge")
-    # If a later version has another name for these, JAX looks for all platforms.
+    # If a later version of JAX has no such table, JAX looks for all platforms.
     factories = getattr(bridge, "_backend_factories", {})
     if name not in factories:
         return False

@@ -32,41 +32,6 @@ from keras.src.random.seed_generator import (
 from keras.src.utils import jax_layer
 from keras.src.utils.naming import to_snake_case
 
-__all__ = [
-    "PlacedVariable",
-    "attach_masks",
-    "begin_with_layout",
-    "clipped",
-    "current_scope",
-    "decays",
-    "described",
-    "forget_uninitialized",
-    "has_value",
-    "inner_of",
-    "is_owned",
-    "layer_label",
-    "layers_of",
-    "layout_of",
-    "learning_rate_of",
-    "masks_of",
-    "named_by",
-    "own_value",
-    "parts_of_layer",
-    "read_values",
-    "reference_of",
-    "scope_around",
-    "seeds_drawn_from",
-    "set_current_scope",
-    "set_layout",
-    "set_owned",
-    "set_reference",
-    "set_value",
-    "shared_seed_generator",
-    "spare_jax_layers_tensorflow",
-    "trained_by",
-    "write_values",
-]
-
 
 def current_scope() -> Any:
     """Return the `keras.StatelessScope` of this thread, or None."""
@@ -98,24 +63,13 @@ _state = _ValuesOfThread()
 class OtherValues(Protocol):
     """Values of variables in one thread only, in place of their own values."""
 
-    def read(self, variable: Any) -> Any:
-        """Return the value of a variable."""
-        ...
-
-    def write(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
-        """Store a value for each variable."""
-        ...
-
-    def has(self, variable: Any) -> bool:
-        """Whether a variable has a value here, beside its own."""
-        ...
+    def read(self, variable: Any) -> Any: ...
+    def write(self, variables: Iterable[Any], values: Iterable[Any]) -> None: ...
+    def has(self, variable: Any) -> bool: ...
 
 
 def replace_values(values: OtherValues | None) -> OtherValues | None:
-    """Let this thread read and write other values of variables; None: their own.
-
-    Returns the earlier argument.
-    """
+    """Let this thread use other values of variables; return the earlier argument."""
     before, _state.values = _state.values, values
     return before
 
@@ -133,11 +87,10 @@ def read_values(variables: Iterable[Any]) -> list[Any]:
 
 
 def write_values(variables: Iterable[Any], values: Iterable[Any]) -> None:
-    """Store arrays that are already where they belong; the hot path of `run`.
+    """Store arrays without placing them; the hot path of `run`.
 
-    An interrupt comes before or after all stores, also where an iterator in C makes the
-    values: no instruction of Python runs in between. Exactly one value is read from the
-    iterator for each variable.
+    One call of C stores all values, so an interrupt cannot separate the stores. The
+    call reads exactly one value for each variable.
     """
     if _state.values is not None:
         _state.values.write(variables, values)
@@ -174,19 +127,13 @@ def current_layer() -> Any:
 def begin_with_layout(
     init: Callable[..., None], variable: Any, kwargs: dict[str, Any], layout: Any
 ) -> None:
-    """Set a variable's sharding before it has a value.
+    """Set a variable's sharding before the caller calls `init` with `kwargs`.
 
     Otherwise Keras gives optimizer state the sharding of its weight.
-
-    Args:
-        init: `__init__` of Keras' class, which the caller calls next.
-        variable: The variable that is being initialised.
-        kwargs: The keyword arguments of that call.
-        layout: The sharding.
     """
     if "layout" in inspect.signature(init).parameters:
         kwargs["layout"] = layout
-    else:  # Keras 3.14 takes it in a derived class, which has set it already.
+    else:  # In Keras 3.14 a derived class has the parameter, and has set `_layout`.
         variable._layout = layout
 
 
@@ -225,7 +172,6 @@ def is_owned(variable: Any) -> bool:
 
 
 def set_owned(variable: Any) -> None:
-    """Mark a variable as placed by a strategy."""
     variable._replicax_owned = True
 
 
@@ -238,7 +184,6 @@ def reference_of(variable: Any) -> str | None:
 
 
 def set_reference(variable: Any, path: str) -> None:
-    """Mark a variable as optimizer state for the weight with this path."""
     variable._replicax_reference = path
 
 
@@ -249,7 +194,7 @@ def named_by() -> Any:
 
 
 def forget_uninitialized(variable: Any) -> None:
-    """Keep Keras from initialising the variable that this trace made last."""
+    """Keep Keras from initialising a variable if this trace created it last."""
     waiting = get_global_attribute("uninitialized_variables")
     if waiting and waiting[-1] is variable:
         waiting.pop()
@@ -261,7 +206,7 @@ def own_value(variable: Any) -> Any:
 
 
 def has_value(variable: Any) -> bool:
-    """Whether the variable is initialised, and `fit` has not borrowed its array."""
+    """Whether a variable has an array."""
     return variable._value is not None
 
 
@@ -356,14 +301,7 @@ def layer_label(layer: Any) -> str:
 
 
 def replace_moments(layer: Any, moments: Callable[..., Any]) -> None:
-    """Replace the method of a `BatchNormalization` that computes mean and variance.
-
-    Keras binds methods to layers in the same way.
-
-    Args:
-        layer: The layer.
-        moments: Called with Keras' own method, the inputs and the mask.
-    """
+    """Let a `BatchNormalization` call `moments(keras_method, inputs, mask)`."""
     layer._moments = functools.partial(moments, layer._moments)
 
 

@@ -14,50 +14,23 @@ from typing import Any
 import jax
 import keras
 from keras.src.callbacks.callback_list import CallbackList
-from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import (
-    ArrayDataAdapter,
+    ArrayDataAdapter as ArrayDataAdapter,
 )
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.array_slicing import (
+    train_validation_split as train_validation_split,
+)
 from keras.src.trainers.data_adapters.data_adapter_utils import (
-    class_weight_to_sample_weights,
+    class_weight_to_sample_weights as class_weight_to_sample_weights,
 )
-from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
-from keras.src.utils.python_utils import is_default, pythonify_logs
+from keras.src.trainers.data_adapters.grain_dataset_adapter import (
+    GrainDatasetAdapter as GrainDatasetAdapter,
+)
+from keras.src.utils.python_utils import is_default
+from keras.src.utils.python_utils import pythonify_logs as pythonify_logs
 
 from replicax._util.arrays import dtype_on_devices
-
-__all__ = [
-    "CALLBACK_STATE",
-    "IN_FIT",
-    "READS_AHEAD",
-    "RESETS_METRICS_OF_BATCHES",
-    "ArrayDataAdapter",
-    "GrainDatasetAdapter",
-    "after_build",
-    "build",
-    "class_weight_to_sample_weights",
-    "compiled_metrics",
-    "dataset_with_epochs",
-    "defines_any",
-    "discard_ahead",
-    "end_epoch",
-    "function_of",
-    "get_data_adapter",
-    "in_order",
-    "initial_epoch_of",
-    "is_made_by_keras",
-    "makes_batches_ahead",
-    "metrics_in_order",
-    "pythonify_logs",
-    "replace_iterator",
-    "replaced_losses",
-    "stop_workers",
-    "train_validation_split",
-    "with_dataset",
-    "wraps_function",
-]
-
 
 _VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 
@@ -72,18 +45,13 @@ RESETS_METRICS_OF_BATCHES = _VERSION >= (3, 15)
 
 
 def build(model: Any, first_batch: Callable[[], Any]) -> None:
-    """Build a model with its losses, metrics and optimizer.
-
-    Args:
-        model: The model.
-        first_batch: Returns the first batch of the data; called if one is needed.
-    """
+    """Build a model with its losses, metrics and optimizer; read a batch if needed."""
     batches = (_as_on_devices(first_batch()) for _ in range(1))
     model._symbolic_build(iterator=[(0, 0, batches)])
 
 
 def _as_on_devices(batch: Any) -> Any:
-    """Give a batch the dtypes that it has on devices; Keras reads shapes and dtypes."""
+    """Replace arrays with specs of the dtypes that the arrays have on devices."""
 
     def on_devices(array: Any) -> Any:
         if array is None or dtype_on_devices(array.dtype) == array.dtype:
@@ -94,7 +62,6 @@ def _as_on_devices(batch: Any) -> Any:
 
 
 def after_build(model: Any) -> None:
-    """Call Keras' own hook after a build."""
     model._post_build()
 
 
@@ -153,7 +120,7 @@ def discard_ahead(adapter: Any) -> None:
 
 
 def end_epoch(adapter: Any, *, is_endless: bool) -> None:
-    """Call an adapter's `on_epoch_end`; the threads of endless data keep running."""
+    """Call an adapter's `on_epoch_end`, but keep threads of endless data running."""
     enqueuer = getattr(adapter, "enqueuer", None) if is_endless else None
     if enqueuer is not None:
         adapter.enqueuer = None  # Otherwise Keras stops it, and it starts again.
@@ -177,11 +144,9 @@ def dataset_with_epochs(adapter: Any) -> Any:
 
 
 def defines_any(callbacks: Any, names: tuple[str, ...]) -> bool:
-    """Whether any callback overrides a method that is called for each batch.
+    """Whether any callback overrides one of the methods called for each batch.
 
-    Args:
-        callbacks: Keras' `CallbackList`.
-        names: The methods' names, the list's own method first.
+    The first name is that of the method of Keras' `CallbackList` itself.
     """
     if getattr(type(callbacks), names[0]) is not getattr(CallbackList, names[0]):
         return True
@@ -190,13 +155,10 @@ def defines_any(callbacks: Any, names: tuple[str, ...]) -> bool:
 
 
 def in_order(callbacks: Any) -> Any:
-    """Let one thread make the asynchronous calls for batches; return the callbacks.
+    """Let a `CallbackList` use one thread for asynchronous calls; return the list.
 
-    Keras uses several threads: a thread that waits for a batch's logs is overtaken, and
-    a progress bar ends at an earlier batch.
-
-    Args:
-        callbacks: Keras' `CallbackList`.
+    With Keras' several threads, calls of different batches overtake each other, and a
+    progress bar may end at an earlier batch.
     """
     if getattr(callbacks, "_executor", None) is None:
         callbacks._executor = ThreadPoolExecutor(1, "replicax-callbacks")
@@ -231,10 +193,7 @@ def compiled_metrics(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def replaced_losses(model: Any, replace: Callable[[Any], Any]) -> Generator[None]:
-    """While open, each built loss of a model is `replace(loss)`.
-
-    The public attribute has the argument of `compile`, from which Keras makes losses.
-    """
+    """While open, each built loss of a model is `replace(loss)`."""
     compiled: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compiled, "_flat_losses", None)
     if not losses:

@@ -23,8 +23,6 @@ from keras.src.utils.traceback_utils import filter_traceback
 
 from replicax._private.backend import is_tested_version, version_error
 
-__all__ = ["WRAPS", "Original", "Wrap", "hooked", "install", "with_parameters_of"]
-
 _logger = logging.getLogger("replicax")
 
 Hook = Callable[..., Any]
@@ -217,10 +215,7 @@ def install(hooks: Mapping[str, Hook]) -> None:
 def with_parameters_of(function: Hook, hook: Hook, without: str) -> Hook:
     """Set the signature of `hook` to that of the `function` that it calls.
 
-    Args:
-        function: Called with the hook's arguments, and another one.
-        hook: Accepts any arguments.
-        without: The parameter of the function that the hook fills in.
+    `without` names the parameter that the hook itself passes.
     """
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.name != without]

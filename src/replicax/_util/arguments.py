@@ -1,7 +1,6 @@
-"""Checks arguments of public calls: counts, switches, paths, instances of a class.
+"""Checks arguments of public calls, so that errors name the call and the argument.
 
-Otherwise `True` is a count, any object is a switch, and `"8"` fails later, with a
-message that names neither the argument nor the call.
+Without these checks `True` would be a count, and any object a switch.
 """
 
 import operator
@@ -17,17 +16,10 @@ __all__ = [
 
 
 def require_count(value: object, what: str, least: int, *, otherwise: str = "") -> None:
-    """Raise unless `value` is an integer, `least` or more.
+    """Raise a `TypeError` or `ValueError` unless `value` is an integer >= `least`.
 
-    Args:
-        value: The argument.
-        what: The public call and the argument, such as `"CheckpointManager: step"`.
-        least: The smallest number.
-        otherwise: What else the call takes, such as `", or None for all"`.
-
-    Raises:
-        TypeError: If it is no integer.
-        ValueError: If it is too small.
+    `what` names the public call and the argument, such as `"CheckpointManager: step"`.
+    `otherwise` names another allowed value, such as `", or None for all"`.
     """
     expected = f"{what} must be at least {least}{otherwise}; got {value!r}."
     try:
@@ -53,13 +45,9 @@ def require_path(value: object, what: str) -> None:
 
 
 def require_instance(value: object, kind: type, what: str, example: str) -> None:
-    """Raise a `TypeError` unless `value` is None or of the class `kind`.
+    """Raise a `TypeError` unless `value` is None or of the public class `kind`.
 
-    Args:
-        value: The argument.
-        kind: Its class, of which `rx` has the name.
-        what: The public call and the argument.
-        example: Code that makes such an object.
+    `example` is code that creates such an object.
     """
     if value is not None and not isinstance(value, kind):
         raise TypeError(
@@ -69,6 +57,6 @@ def require_instance(value: object, kind: type, what: str, example: str) -> None
 
 
 def short(value: object) -> str:
-    """The type of a value, and as much of it as a message has room for."""
+    """Format a value's type and the first 80 characters of its `repr`."""
     text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"

@@ -48,11 +48,8 @@ def caches_folder(environ: Mapping[str, str]) -> Path:
 def write_whole(path: Path, data: str | bytes) -> None:
     """Replace a file atomically: readers find the old contents or the new ones.
 
-    The mode bits of a file that is replaced stay. There is no fsync: after a failure of
-    the machine, rather than of the process, the file may be empty.
-
-    Raises:
-        OSError: If it cannot be written. The old file is still there.
+    The file keeps its mode bits. There is no fsync: after a power failure the file may
+    be empty. If an `OSError` is raised, the old file is unchanged.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -65,8 +62,8 @@ def write_whole(path: Path, data: str | bytes) -> None:
             part.unlink(missing_ok=True)
 
 
-# A folder is filled under a temporary name, fsynced, and renamed. `.name.part` is not
-# complete yet, or is being deleted; `.name.old` is the older `name` during a replace.
+# A folder is filled as `.name.part`, fsynced and renamed to `name`. While `name` is
+# replaced, `.name.old` is its older version. A folder is deleted as `.name.part`.
 
 
 def part_of(path: Path) -> Path:
@@ -78,7 +75,7 @@ def part_of(path: Path) -> Path:
 def temporary_folder(part: Path) -> Iterator[Path]:
     """Make an empty folder that the block fills and publishes; delete it otherwise.
 
-    It deletes a folder that a killed process has left there first.
+    A folder that a killed process left at this path is deleted first.
 
     Example:
         >>> import tempfile
@@ -102,10 +99,9 @@ def temporary_folder(part: Path) -> Iterator[Path]:
 def publish(part: Path, path: Path, *, replace: bool = False) -> None:
     """Fsync a folder and its contents, rename it to `path`, fsync the rename.
 
-    An empty folder at `path` is replaced by one rename, so it reserves the name. With
-    `replace`, a folder that has files is replaced by two renames. A process that is
-    killed between the two leaves the older one under a name that `complete_folder`
-    knows.
+    One rename replaces an empty folder at `path`, so an empty folder can reserve the
+    name. With `replace`, two renames replace a folder that has files. After a kill
+    between the two renames, `complete_folder` returns the older folder.
 
     Raises:
         FileExistsError: If `path` exists and has files, and `replace` is False.
@@ -156,8 +152,8 @@ def remove_folder(path: Path) -> None:
 def leftovers(folder: Path, names: str, idle_seconds: float = 0.0) -> list[Path]:
     """List temporary folders that killed processes have left.
 
-    `names` is a regular expression for the names of complete folders. Folders that were
-    changed within `idle_seconds` may belong to other processes, and are left out.
+    `names` is a regular expression for the names of complete folders. Folders that
+    changed within `idle_seconds` are omitted: other processes may be filling them.
     """
     pattern = re.compile(rf"\.(?:{names})\.part")
     latest = time.time() - idle_seconds if idle_seconds else math.inf
@@ -203,7 +199,7 @@ def why_not_written(error: BaseException, folder: Path, needs: str) -> str:
 
 
 def full_disk_error(error: BaseException) -> int | None:
-    """The error number of a full disk, a quota or a file too large; else None."""
+    """Return the error number of a full disk, quota or file system limit, or None."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None:  # TensorStore raises a ValueError.
         code = re.search(r"\[os_error_code='(\d+)'", str(error))
@@ -225,9 +221,9 @@ def reason(error: BaseException) -> str:
 
 
 class FailedWrites:
-    """Logs consecutive failed writes: the 1st, 2nd, 4th, 8th and so on.
+    """Logs the 1st, 2nd, 4th, 8th and so on of consecutive failed writes.
 
-    So a disk that stays full does not flood the log.
+    This avoids a flood of messages while a disk is full.
 
     Example:
         >>> failed = FailedWrites()
@@ -249,7 +245,7 @@ class FailedWrites:
         self._count += 1
         if self._count == 1:
             _logger.warning("%s", problem)
-        elif self._count & (self._count - 1) == 0:  # A power of 2.
+        elif self._count.bit_count() == 1:
             _logger.warning("%s (%d in a row failed)", problem, self._count)
 
     def end(self, what: str) -> None:

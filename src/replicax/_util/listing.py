@@ -13,14 +13,10 @@ def listed(
     last: str = " and ",
     most: int = 10,
 ) -> str:
-    """Format names for a sentence.
+    """Format at most `most` names for a sentence.
 
-    Args:
-        names: The names, in order.
-        nobody: The result for no names.
-        separator: The text between names.
-        last: The text before the last name, and before the number of the rest.
-        most: Maximal number of names.
+    `last` precedes the last name, or the number of the rest. `nobody` is the result for
+    no names.
 
     Example:
         >>> listed(["worker:1", "worker:2"]), listed([])

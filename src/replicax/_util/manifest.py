@@ -31,15 +31,7 @@ class FolderFormat:
     advice: str
 
     def write_manifest(self, folder: Path, contents: JSONObject) -> None:
-        """Write the manifest of a folder, after all of its other files.
-
-        Args:
-            folder: The folder.
-            contents: Further contents of the manifest.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Write a manifest with further `contents`, after all other files."""
         files = {
             file.relative_to(folder).as_posix(): _fingerprint(file)
             for file in sorted(folder.rglob("*"))
@@ -81,7 +73,6 @@ class FolderFormat:
         return body
 
     def damaged(self, folder: Path, file: str, what: str) -> CheckpointError:
-        """Make the error about a damaged file."""
         return CheckpointError(
             f"{self.title} {folder}: file {file} is damaged: {what}. {self.advice}"
         )

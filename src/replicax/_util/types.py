@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 PyTree: TypeAlias = Any
-"""A tree of arrays, or one array, as `jax.tree` takes it: any object may be a leaf."""
+"""A tree of arrays, or one array: any argument of `jax.tree.map`."""
 
 Tensor: TypeAlias = Any
 """A `jax.Array`, traced or not; Keras does not annotate its operations."""
@@ -35,8 +35,6 @@ JSONObject: TypeAlias = dict[str, Any]
 
 
 class TreeStructure(Protocol):
-    """The structure of a tree without its leaves, as `jax.tree.structure` gives it."""
+    """The structure of a tree without its leaves, from `jax.tree.structure`."""
 
-    def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree:
-        """Make the tree with these leaves."""
-        ...
+    def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree: ...

@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["describe", "is_installed_file", "is_user_file", "library_of"]
 
 _LIBRARIES = ("replicax", "keras", "jax", "jaxlib", "flax", "numpy")
-# Source files have the path that they were found by: the environment may be a link.
+# The path of a source file may contain a link: compare both forms of each folder.
 _INSTALLED = tuple(
     f"{form(path)}{os.sep}"
     for path in {
@@ -34,13 +34,16 @@ def _folders() -> dict[str, str]:
 
 
 def library_of(file_name: str) -> str | None:
-    """Return the library of a source file, such as `"jax"`; None: no known one."""
+    """Return which of `_LIBRARIES` a source file belongs to, such as `"jax"`."""
     folders = _folders().items()
     return next((name for path, name in folders if file_name.startswith(path)), None)
 
 
 def is_user_file(file_name: str) -> bool:
-    """Whether a source file is the user's, or interactive input."""
+    """Whether a source file is interactive input, or of none of `_LIBRARIES`.
+
+    So files of other packages count as the user's: messages name their layers' lines.
+    """
     is_generated = file_name.startswith("<") and not file_name.startswith(
         ("<ipy", "<stdin")
     )
@@ -48,11 +51,7 @@ def is_user_file(file_name: str) -> bool:
 
 
 def is_installed_file(file_name: str) -> bool:
-    """Whether a source file is of Python, of an installed package, or of replicax.
-
-    `library_of` knows fewer packages: messages do name a layer of another package. The
-    place of an interrupt is always in the user's own files.
-    """
+    """Whether a source file is of Python, of an installed package, or of replicax."""
     return file_name.startswith(("<frozen", *_INSTALLED))
 
 

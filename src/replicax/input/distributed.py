@@ -38,13 +38,6 @@ _AXIS = "replica"
 class DistributedInput(ABC):
     """Base class of distributed datasets: a thread prefetches batches to the devices.
 
-    Args:
-        mesh: Mesh with an axis `"replica"`.
-        remainder: The policy for examples that the replicas cannot share equally.
-        prefetch: Number of batches to prefetch; 0 uses no thread.
-        input_shard: This worker's shard; None: there is one worker.
-        num_replicas: `R`; None: one on each device along the axis.
-
     Attributes:
         iteration: The index of the next iteration. A shuffled Grain dataset has a
             different order in each.
@@ -58,6 +51,11 @@ class DistributedInput(ABC):
         input_shard: InputShard | None,
         num_replicas: int | None,
     ) -> None:
+        """Make a dataset on a mesh with an axis `"replica"`.
+
+        `input_shard` is this worker's shard; None: there is one worker. `num_replicas`
+        is `R`; None: one on each device along the axis.
+        """
         caller = type(self).__name__
         self._remainder = Remainder.of(remainder, caller)
         require_count(prefetch, f"{caller}: prefetch", 0, otherwise=" (no thread)")

@@ -132,6 +132,12 @@ class InputShard:
         place: The worker's index, and the number of workers, for sharding files;
             defaults to the index in `workers` and their number.
 
+    Attributes:
+        index: The worker's index in `workers`.
+        count: Number of `workers`.
+        worker: The worker's index among the workers that shard files.
+        num_workers: Number of workers that shard files.
+
     Example:
         The shard of a strategy's only worker:
 
@@ -152,27 +158,8 @@ class InputShard:
     ) -> None:
         self._workers = workers or Workers()
         self._check_input = check_input
-        self._place = place
-
-    @property
-    def index(self) -> int:
-        """The worker's index among the workers."""
-        return self._workers.index
-
-    @property
-    def count(self) -> int:
-        """Number of workers."""
-        return self._workers.count
-
-    @property
-    def worker(self) -> int:
-        """The worker's index among the workers that shard files."""
-        return self.index if self._place is None else self._place[0]
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers that shard files."""
-        return self.count if self._place is None else self._place[1]
+        self.index, self.count = self._workers.index, self._workers.count
+        self.worker, self.num_workers = place or (self.index, self.count)
 
     @property
     def num_pieces(self) -> int:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard
 
@@ -123,14 +123,10 @@ def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
 
 def is_arrays(dataset: Dataset) -> bool:
     """Whether `dataset` is an array in memory, or a tuple or dict of arrays."""
-    if _is_array(dataset):
-        return True
-    leaves = (
-        tree_util.tree_leaves(dataset, is_leaf=is_one_array)
-        if isinstance(dataset, (tuple, dict))
-        else []
-    )
-    return bool(leaves) and all(_is_array(leaf) for leaf in leaves)
+    if not isinstance(dataset, (tuple, dict)):
+        return _is_array(dataset)
+    leaves = tree_util.tree_leaves(dataset, is_leaf=is_one_array)
+    return bool(leaves) and all(map(_is_array, leaves))
 
 
 def is_dataset(value: object) -> bool:
@@ -225,8 +221,7 @@ def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
         number = dataset.num_batches
         indices = itertools.count() if number is None else range(number)
         if dataset.workers > 1 or dataset.use_multiprocessing:
-            num_threads, depth = max(dataset.workers, 1), dataset.max_queue_size
-            stream = _in_threads(dataset.__getitem__, indices, num_threads, depth)
+            stream = _in_threads(dataset, indices)
         else:
             stream = map(dataset.__getitem__, indices)
         yield from _tuples(stream)
@@ -237,15 +232,15 @@ def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
 
 
 def _in_threads(
-    get: Callable[[int], PyTree], indices: Iterable[int], num_threads: int, depth: int
+    dataset: "keras.utils.PyDataset", indices: Iterable[int]
 ) -> Generator[PyTree]:
-    """Yield `get(index)` in order; threads compute at most `depth` results ahead."""
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="replicax-py-dataset")
+    """Yield batches in order, of which threads compute `max_queue_size` ahead."""
     pending: deque[Future[PyTree]] = deque()
+    pool = ThreadPoolExecutor(max(dataset.workers, 1), "replicax-py-dataset")
     try:
         for index in indices:
-            pending.append(pool.submit(get, index))
-            if len(pending) >= depth:
+            pending.append(pool.submit(dataset.__getitem__, index))
+            if len(pending) >= dataset.max_queue_size:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
