@@ -72,6 +72,10 @@ class Layouts:
         """The sharding of a slot; `path` is the weight's path, or `""` if unknown."""
         return self._spec(path, shape, aggregation, self.split_slots)
 
+    def of_array(self, path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """The sharding of an array of a pytree, by the rule of Keras' weights."""
+        return self._spec(path, shape, "none", self.split_weights)
+
     def dim_of(self, variable: Variable) -> int | None:
         """The dimension along which replicas hold blocks of a variable, if any."""
         return self.dim_in(self.of(variable))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import jax
 import keras
@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from replicax._util.types import Logs, PyTree, Shape
+from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ __all__ = [
     "StepSource",
     "StrategyLike",
 ]
+
+T = TypeVar("T")
 
 STATE_HOME = "_replicax_home"
 """Attribute of an optimizer whose state is not on the replicas: the state's `Home`."""
@@ -208,6 +211,14 @@ class Runner(Protocol):
         programs: "ProgramCache[Program]",
     ) -> "Program":
         """The program that `run_placed` runs."""
+        ...
+
+    def dispatch(self, call: Callable[[], T], operation: Operation | None = None) -> T:
+        """Dispatch a program, in which all workers take part if it has an operation."""
+        ...
+
+    def combine(self, name: str, fn: Callable[[], PyTree], value: PyTree) -> PyTree:
+        """Dispatch `fn`, the operation `name` that combines `value` over replicas."""
         ...
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "EMBEDDING",
     "TRANSFORMER",
     "largest_axis",
+    "matched_rule",
     "rule",
 ]
 
@@ -50,6 +51,7 @@ TRANSFORMER: Mapping[str, tuple[str | None, ...]] = {**DENSE, **ATTENTION, **EMB
 """Stacks of attention and dense layers."""
 
 Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
+MatchedRule = Callable[[str, tuple[int, ...]], PartitionSpec | None]
 
 
 def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
@@ -61,41 +63,60 @@ def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
     """
     if layout_map is None:
         return lambda _, shape: largest_axis(shape, num_devices)
+    matched = matched_rule(layout_map, {MODEL_AXIS: num_devices}, caller)
+
+    def by_path(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        spec = matched(path, shape)
+        return PartitionSpec() if spec is None else spec
+
+    return by_path
+
+
+def matched_rule(
+    layout_map: object, axes: Mapping[str, int], caller: str
+) -> MatchedRule:
+    """Convert a layout map to a function that returns None for a path without match.
+
+    `axes` are the mesh axes that weights may be sharded over, with their sizes. For a
+    weight of another rank than the matching entry's, the function returns None as well:
+    optimizer state may have fewer dimensions than its weight.
+    """
     if not isinstance(layout_map, Mapping):
         raise TypeError(
             f"{caller}: layout_map must be a keras.distribution.LayoutMap or a dict of "
             f"regular expressions to tuples of axis names; got {layout_map!r}."
         )
-    axes = {pattern: _axes(layout_map[pattern]) for pattern in layout_map}
-    for pattern, names in axes.items():
-        unknown = sorted({str(n) for n in names if n not in (None, MODEL_AXIS)})
+    entries = {pattern: _axes(layout_map[pattern]) for pattern in layout_map}
+    for pattern, names in entries.items():
+        unknown = sorted({str(n) for n in names if n is not None and n not in axes})
         if unknown:
             raise ValueError(
                 f"{caller}: layout_map[{pattern!r}] is {names}, but the only axis that "
-                f"weights are sharded over is {MODEL_AXIS!r}; {', '.join(unknown)} is "
-                "none. Batches need no entry: every batch is sharded over the replicas."
+                f"weights are sharded over is {' or '.join(map(repr, axes))}; "
+                f"{', '.join(unknown)} is none. Batches need no entry: every batch is "
+                "sharded over the replicas."
             )
 
-    def by_path(path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        matching = [p for p in axes if p == path] or [
-            p for p in axes if re.fullmatch(p, path)
+    def by_path(path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
+        matching = [p for p in entries if p == path] or [
+            p for p in entries if re.fullmatch(p, path)
         ]
         if len(matching) > 1:
             raise ValueError(
                 f"{caller}: {path!r} matches several expressions of layout_map, "
                 f"{matching}. Make them match one path only once."
             )
-        names = axes[matching[0]] if matching else ()
-        # Optimizer state may have fewer dimensions than its weight.
+        names = entries[matching[0]] if matching else ()
         if not matching or len(names) != len(shape):
-            return PartitionSpec()
+            return None
         for dim, name in enumerate(names):
-            if name is not None and shape[dim] % num_devices:
+            if name is not None and shape[dim] % axes[name]:
                 raise ValueError(
                     f"{caller}: layout_map[{matching[0]!r}] shards dimension "
-                    f"{dim} of {path!r} {shape} over {num_devices} devices, "
+                    f"{dim} of {path!r} {shape} over {axes[name]} devices, "
                     "which does not divide it. Choose another dimension or another "
-                    "model_parallel."
+                    f"{'model_parallel' if name == MODEL_AXIS else 'number of devices'}"
+                    "."
                 )
         return PartitionSpec(*names)
 

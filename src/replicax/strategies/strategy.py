@@ -25,8 +25,10 @@ from replicax.engine.variables import Variable, checked_variables
 from replicax.input import InputShard
 from replicax.input.context import ValueContext, per_replica, stacked_values
 from replicax.input.datasets import DatasetMaker
+from replicax.jax_loops.own_jit import OwnJit
+from replicax.jax_loops.placement import MatchedRule
 from replicax.keras import hooks
-from replicax.strategies import compilation_cache
+from replicax.strategies import compilation_cache, layout_maps
 from replicax.strategies.dry_run import DryRunner, current_receiver
 from replicax.strategies.home import ReplicaHome
 from replicax.strategies.runner import (
@@ -37,7 +39,7 @@ from replicax.strategies.runner import (
 __all__ = ["Strategy"]
 
 
-class Strategy(DatasetMaker):
+class Strategy(DatasetMaker, OwnJit):
     """Runs the same function as several synchronous replicas.
 
     The base class of all strategies; make one of those. (TF: `tf.distribute.Strategy`.)
@@ -59,6 +61,7 @@ class Strategy(DatasetMaker):
     """Whether variables that were created outside the scope may be used."""
 
     _cluster_resolver: ClusterResolver | None = None
+    _layout_map: object = None
 
     def __init__(
         self,
@@ -326,6 +329,12 @@ class Strategy(DatasetMaker):
             self._workers.agree(facts, "check_replicas")
         if self.home.on_replicas:
             require_equal(self.group, chosen, internals.read_values(chosen))
+
+    def _rule(self, layout_map: object, caller: str) -> MatchedRule | None:
+        layout_map = self._layout_map if layout_map is None else layout_map
+        if layout_map is None:
+            return None
+        return layout_maps.matched_rule(layout_map, self.mesh.shape, caller)
 
     def _agree_on(
         self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
