@@ -19,12 +19,8 @@ def write(folder: Path, step: int = 0) -> Path:
         "file": np.arange(50).astype(ml_dtypes.bfloat16).reshape(5, 10).T,
         "z": np.array(step, "int32"),
     }
-    return artifact.write(
-        folder,
-        artifact.Artifact(
-            contents=contents, programs={"a": b"%d" % step}, variables=variables
-        ),
-    )
+    programs = {"a": b"%d" % step}
+    return artifact.write(folder, artifact.Artifact(contents, programs, variables))
 
 
 def test_a_folder_without_saved_models_is_an_error(tmp_path) -> None:

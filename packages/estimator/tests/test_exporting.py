@@ -384,7 +384,7 @@ def test_without_a_checkpoint(tmp_path) -> None:
             TypeError,
             "'serving_default' must be an array",
         ),
-        (lambda y: y, {"a": None}, TypeError, "'a' must be an array.*'output': None"),
+        (lambda y: y, {"a": None}, TypeError, "'a' must be an array.*'output' is None"),
     ],
 )
 def test_wrong_outputs(tmp_path, predictions, exported, error, match) -> None:

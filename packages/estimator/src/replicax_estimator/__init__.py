@@ -3,7 +3,8 @@
 An estimator has no engine of its own: a step is a `strategy.run` of the `model_fn`,
 with averaged gradients. Training and evaluation use separate models, which share only
 checkpoints. An estimator keeps its models, and so compiled programs, between calls.
-Public names are TF's; where TF's name differs, the docstring says so.
+Public names are TF's; where TF's name differs, the docstring says so. Wrong arguments
+and wrong input raise ValueError or TypeError, whose message names the argument.
 """
 
 from replicax_estimator import experimental, export

@@ -5,7 +5,7 @@
         manifest.json    signatures, versions and checksums
         arrays/          the variables, and each signature's program as bytes
 
-A folder has the format of a checkpoint: readers see all of a saved model or nothing.
+A folder has the format of a checkpoint: readers see the whole saved model or nothing.
 """
 
 import dataclasses
@@ -35,19 +35,13 @@ _MANIFEST = "manifest.json"
 _PROGRAMS, _VARIABLES = "programs/", "variables/"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Artifact:
-    """The contents of a saved model.
+    """The contents of a saved model."""
 
-    Attributes:
-        contents: JSON values; `"signatures"` is a dict by name.
-        programs: The serialized programs by signature.
-        variables: Host arrays by the variables' names.
-    """
-
-    contents: JSONObject
-    programs: Mapping[str, bytes]
-    variables: Mapping[str, np.ndarray]
+    contents: JSONObject  # With the dict "signatures".
+    programs: Mapping[str, bytes]  # By signature.
+    variables: Mapping[str, np.ndarray]  # By name.
 
 
 def write(base: Path, artifact: Artifact) -> Path:
@@ -62,7 +56,7 @@ def write(base: Path, artifact: Artifact) -> Path:
 
 
 def _new_folder(base: Path) -> Path:
-    """Make an empty folder of the next free number: two exports never share one."""
+    """Make a folder with the next free number: two exports never share a folder."""
     base.mkdir(parents=True, exist_ok=True)
     numbers = [int(path.name) + 1 for path in saved_models_in(base)]
     number = max([int(time.time()), *numbers])
@@ -94,8 +88,8 @@ def newest(path: Path) -> Path:
     paths = saved_models_in(path)
     if not paths:
         raise rx.CheckpointError(
-            f"saved model {os.fspath(path)}: there is none at this path. Give what "
-            "estimator.export_saved_model returned, or its export_dir_base."
+            f"saved model {os.fspath(path)}: there is none at this path. Give the path "
+            "that estimator.export_saved_model returned, or its export_dir_base."
         )
     return paths[-1]
 

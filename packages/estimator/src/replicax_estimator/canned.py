@@ -1,15 +1,14 @@
 """Base of canned estimators: network parts, an optimizer for each, and a head."""
 
-import abc
 import copy
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias, TypedDict, Unpack
+from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
 import jax
 import keras
 
-from replicax_estimator.arguments import require_instance
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.feature_column import Column
 from replicax_estimator.feature_column.numeric import NumericColumn
@@ -22,6 +21,7 @@ from replicax_estimator.types import Features, JSONObject, Labels, Predictions
 __all__ = [
     "CannedEstimator",
     "CannedOptions",
+    "LogitsAndVariables",
     "NetworkPart",
     "OptimizerLike",
     "WeightColumn",
@@ -35,22 +35,24 @@ WeightColumn: TypeAlias = str | NumericColumn | None
 """The feature of the examples' weights, or a `numeric_column` of it."""
 
 
-class NetworkPart(abc.ABC):
+LogitsAndVariables: TypeAlias = tuple[jax.Array, list[keras.Variable]]
+"""Logits `[b, units]`, and the trainable variables of the layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkPart:
     """A part of a network; the network's logits are the sum of its parts' logits.
 
     Attributes:
         columns: The feature columns of its input.
         optimizer: Returns a new optimizer for its variables.
+        logits: Makes and calls layers; arguments are the features, the number of
+            `units` of the logits, and whether the model trains.
     """
 
     columns: tuple[Column, ...]
     optimizer: Callable[[], keras.Optimizer]
-
-    @abc.abstractmethod
-    def logits(
-        self, features: dict[str, jax.Array], units: int, *, training: bool
-    ) -> tuple[jax.Array, list[keras.Variable]]:
-        """Call new layers; return logits `[b, units]` and the trainable variables."""
+    logits: Callable[[dict[str, jax.Array], int, bool], LogitsAndVariables]
 
 
 class CannedOptions(TypedDict, total=False):
@@ -82,26 +84,27 @@ class CannedEstimator(Estimator):
         **options: Unpack[CannedOptions],
     ) -> None:
         n_classes = options.get("n_classes", 2) if self._is_classifier else None
-        foreign = ("n_classes", "label_vocabulary")
+        unsupported = ("n_classes", "label_vocabulary")
         if self._is_classifier:
-            foreign = ("label_dimension",)
-        for name in foreign:
+            unsupported = ("label_dimension",)
+        for name in unsupported:
             if name in options:
                 raise TypeError(f"{type(self).__name__}: has no argument {name!r}.")
-        words = options.get("label_vocabulary")
-        if isinstance(words, str):
+        vocabulary = options.get("label_vocabulary")
+        if isinstance(vocabulary, str):
             raise TypeError(
-                f"label_vocabulary: must be a list of strings; got the string {words!r}"
+                "label_vocabulary: must be a list of strings; got the string "
+                f"{vocabulary!r}."
             )
         label_dimension = options.get("label_dimension", 1)
         self.preprocessor = Preprocessor(
             tuple(dict.fromkeys(column for part in parts for column in part.columns)),
-            None if words is None else tuple(words),
+            None if vocabulary is None else tuple(vocabulary),
             n_classes,
             label_dimension,
             weight_column_of(options.get("weight_column")),
         )
-        weights = self.preprocessor.weight_column
+        weight_column = self.preprocessor.weight_column
         reduction = options.get("loss_reduction", "sum_over_batch_size")
         head = head_of(n_classes, label_dimension, reduction)
 
@@ -110,7 +113,7 @@ class CannedEstimator(Estimator):
         ) -> EstimatorSpec:
             is_training = mode == ModeKeys.TRAIN
             outputs = [
-                part.logits(features, head.logits_dimension, training=is_training)
+                part.logits(features, head.logits_dimension, is_training)
                 for part in parts
             ]
 
@@ -120,11 +123,11 @@ class CannedEstimator(Estimator):
                     for part, (_, variables) in zip(parts, outputs, strict=True)
                 ]
 
-            factors = None
-            if weights is not None and mode != ModeKeys.PREDICT:
-                factors = features[weights.outputs[0]]
+            example_weights = None
+            if weight_column is not None and mode != ModeKeys.PREDICT:
+                example_weights = features[weight_column.outputs[0]]
             logits = sum((logits for logits, _ in outputs[1:]), start=outputs[0][0])
-            return head.spec(mode, logits, labels, factors, train_op)
+            return head.spec(mode, logits, labels, example_weights, train_op)
 
         super().__init__(
             model_fn,
@@ -145,11 +148,11 @@ def optimizer_maker(
 ) -> Callable[[], keras.Optimizer]:
     """Return a factory of the optimizer; a `model_fn` calls it on each trace.
 
-    The factory copies a Keras optimizer with its present settings. A name of an
-    optimizer (in any case) gets the `learning_rate`. Errors call the argument `name`.
+    The factory copies a Keras optimizer with its present settings. An optimizer that is
+    given by name has this `learning_rate`. Errors call the argument `name`.
     """
     if isinstance(optimizer, str):
-        cls = _optimizer_class(optimizer, name)
+        cls: Any = type(keras.optimizers.get(optimizer))
         return lambda: cls(learning_rate=learning_rate)
     if isinstance(optimizer, keras.Optimizer):
         return _copier_of(optimizer)
@@ -158,36 +161,20 @@ def optimizer_maker(
             f"{name}: must be the name of a Keras optimizer, such as 'Adam', a Keras "
             f"optimizer or a function that returns one; got {optimizer!r}."
         )
-
-    def make() -> keras.Optimizer:
-        return require_instance(
-            optimizer(), keras.optimizers.Optimizer, f"{name}: the function's result"
-        )
-
-    return make
-
-
-def _optimizer_class(identifier: str, name: str) -> Callable[..., keras.Optimizer]:
-    for class_name, cls in vars(keras.optimizers).items():
-        is_optimizer = isinstance(cls, type) and issubclass(cls, keras.Optimizer)
-        if is_optimizer and class_name.lower() == identifier.lower():
-            return cls
-    raise ValueError(
-        f"{name}: there is no Keras optimizer {identifier!r}. Give another name, such "
-        "as 'SGD', 'Adagrad', 'Adam', 'RMSProp' or 'Ftrl', or a Keras optimizer."
-    )
+    return optimizer
 
 
 def _copier_of(optimizer: keras.Optimizer) -> Callable[[], keras.Optimizer]:
-    # A model_fn must not read the learning rate, a variable from outside: read it now.
+    # Read the settings now: a model_fn must not read the learning rate, which is a
+    # variable from outside.
     config = _remove_names(copy.deepcopy(optimizer.get_config()))
     from_config = type(optimizer).from_config
-    # Keras changes the config that it reads.
+    # `from_config` changes its argument.
     return lambda: from_config(copy.deepcopy(config))
 
 
 def _remove_names(config: JSONObject) -> JSONObject:
-    """Remove the numbered names that Keras gives: checkpoints contain them."""
+    """Remove names such as `adam_1`, which would become part of variables' names."""
     config.pop("name", None)
     inner = config.get("inner_optimizer")
     if isinstance(inner, dict) and isinstance(inner.get("config"), dict):

@@ -10,19 +10,19 @@ import keras
 from replicax_estimator.canned import (
     CannedEstimator,
     CannedOptions,
+    LogitsAndVariables,
     NetworkPart,
     OptimizerLike,
     optimizer_maker,
 )
 from replicax_estimator.feature_column import DenseFeatures
 from replicax_estimator.feature_column.column import Columns, as_columns
-from replicax_estimator.linear import LinearPart
+from replicax_estimator.linear import linear_part
 
 __all__ = [
     "DNNClassifier",
     "DNNLinearCombinedClassifier",
     "DNNLinearCombinedRegressor",
-    "DNNPart",
     "DNNRegressor",
 ]
 
@@ -33,41 +33,35 @@ _LEARNING_RATE = 0.05
 _MOMENTUM = 0.999  # As TF; Keras' 0.99 diverges on some problems.
 
 
-class DNNPart(NetworkPart):
-    """Dense layers, with variables `dnn/hiddenlayer_0/kernel`, ..., `dnn/logits/bias`.
+def _dnn_part(
+    feature_columns: Columns,
+    hidden_units: Sequence[int] | None,
+    optimizer: OptimizerLike,
+    activation_fn: _Activation,
+    dropout: float | None,
+    batch_norm: bool,
+    prefix: str = "",
+) -> NetworkPart:
+    """Make a part with variables `dnn/hiddenlayer_0/kernel`, ..., `dnn/logits/bias`.
 
     Arguments are those of `DNNRegressor`; errors put `prefix` before their names.
     """
-
-    def __init__(
-        self,
-        feature_columns: Columns,
-        hidden_units: Sequence[int] | None,
-        optimizer: OptimizerLike,
-        activation_fn: _Activation,
-        dropout: float | None,
-        batch_norm: bool,
-        prefix: str = "",
-    ) -> None:
-        self.columns = as_columns(feature_columns, f"{prefix}feature_columns")
-        if not hidden_units:
-            raise ValueError(
-                f"{prefix}hidden_units: must be a list of the hidden layers' sizes, "
-                f"such as [64, 32]; got {hidden_units!r}. A linear model has none."
-            )
-        self._hidden_units = tuple(hidden_units)
-        self._activation = keras.activations.get(activation_fn)
-        self._dropout = dropout
-        self._batch_norm = batch_norm
-        self._input_layer()  # Wrong columns raise here, not in the first trace.
-        self.optimizer = optimizer_maker(
-            optimizer, _LEARNING_RATE, f"{prefix}optimizer"
+    columns = as_columns(feature_columns, f"{prefix}feature_columns")
+    if not hidden_units:
+        raise ValueError(
+            f"{prefix}hidden_units: must be a list of the hidden layers' sizes, such as"
+            f" [64, 32]; got {hidden_units!r}. Without hidden layers, use a linear "
+            "estimator."
         )
 
+    sizes = tuple(hidden_units)
+
+    def input_layer() -> DenseFeatures:
+        return DenseFeatures(columns, name="input_layer")
+
     def logits(
-        self, features: dict[str, jax.Array], units: int, *, training: bool
-    ) -> tuple[jax.Array, list[keras.Variable]]:
-        """See the base class."""
+        features: dict[str, jax.Array], units: int, training: bool
+    ) -> LogitsAndVariables:
         layers: list[keras.layers.Layer] = []
 
         def called(layer: keras.layers.Layer, net: Any, **kwargs: bool) -> jax.Array:
@@ -75,15 +69,13 @@ class DNNPart(NetworkPart):
             return layer(net, **kwargs)
 
         with keras.name_scope("dnn"):
-            net = called(self._input_layer(), features)
-            for i, size in enumerate(self._hidden_units):
+            net = called(input_layer(), features)
+            for i, size in enumerate(sizes):
                 name = f"hiddenlayer_{i}"
-                dense = keras.layers.Dense(size, self._activation, name=name)
-                net = called(dense, net)
-                if self._dropout:
-                    dropout = keras.layers.Dropout(self._dropout)
-                    net = called(dropout, net, training=training)
-                if self._batch_norm:
+                net = called(keras.layers.Dense(size, activation_fn, name=name), net)
+                if dropout:
+                    net = called(keras.layers.Dropout(dropout), net, training=training)
+                if batch_norm:
                     with keras.name_scope(name):
                         norm = keras.layers.BatchNormalization(
                             momentum=_MOMENTUM, name=f"batchnorm_{i}"
@@ -92,8 +84,9 @@ class DNNPart(NetworkPart):
             logits = called(keras.layers.Dense(units, name="logits"), net)
         return logits, [v for layer in layers for v in layer.trainable_variables]
 
-    def _input_layer(self) -> DenseFeatures:
-        return DenseFeatures(self.columns, name="input_layer")
+    input_layer()  # Wrong columns raise here, not in the first trace.
+    make_optimizer = optimizer_maker(optimizer, _LEARNING_RATE, f"{prefix}optimizer")
+    return NetworkPart(columns, make_optimizer, logits)
 
 
 class _DNN(CannedEstimator):
@@ -110,7 +103,7 @@ class _DNN(CannedEstimator):
         **options: Unpack[CannedOptions],
     ) -> None:
         layers = (activation_fn, dropout, batch_norm)
-        part = DNNPart(feature_columns, hidden_units, optimizer, *layers)
+        part = _dnn_part(feature_columns, hidden_units, optimizer, *layers)
         super().__init__([part], model_dir, **options)
 
 
@@ -129,12 +122,11 @@ class DNNRegressor(_DNN):
         batch_norm: Whether a batch normalization follows each hidden layer.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 64, dtype="float32")
+        >>> import replicax as rx
         >>> columns = [rx.feature_column.numeric_column("x")]
         >>> estimator = rx.estimator.DNNRegressor([8], columns)
-        >>> estimator = estimator.train(lambda: ({"x": x}, x**2), steps=10)
-        >>> next(estimator.predict(lambda: {"x": x}))["predictions"].shape
+        >>> estimator = estimator.train(lambda: ({"x": [1.0]}, [2.0]), steps=10)
+        >>> next(estimator.predict(lambda: {"x": [1.0]}))["predictions"].shape
         (1,)
     """
 
@@ -150,13 +142,11 @@ class DNNClassifier(_DNN):
         label_vocabulary: As for `LinearClassifier`.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 64, dtype="float32")
+        >>> import replicax as rx
+        >>> batch = {"x": [1.0, 2.0, 3.0]}, [0, 1, 2]
         >>> columns = [rx.feature_column.numeric_column("x")]
         >>> estimator = rx.estimator.DNNClassifier([8], columns, n_classes=3)
-        >>> labels = np.digitize(x, [-0.3, 0.3])
-        >>> estimator = estimator.train(lambda: ({"x": x}, labels), steps=10)
-        >>> sorted(estimator.evaluate(lambda: ({"x": x}, labels)))
+        >>> sorted(estimator.train(lambda: batch, steps=10).evaluate(lambda: batch))
         ['accuracy', 'average_loss', 'global_step', 'loss']
     """
 
@@ -183,19 +173,16 @@ class _DNNLinearCombined(CannedEstimator):
         if dnn_feature_columns not in (None, [], ()):
             layers = (dnn_activation_fn, dnn_dropout, batch_norm)
             arguments = (dnn_feature_columns, dnn_hidden_units, dnn_optimizer, *layers)
-            parts.append(DNNPart(*arguments, prefix="dnn_"))
+            parts.append(_dnn_part(*arguments, prefix="dnn_"))
         elif dnn_hidden_units:
             raise ValueError(
                 f"dnn_hidden_units={dnn_hidden_units!r} were given, but "
                 f"dnn_feature_columns={dnn_feature_columns!r}. Give both, or neither."
             )
         if linear_feature_columns not in (None, [], ()):
-            arguments = (
-                linear_feature_columns,
-                linear_optimizer,
-                linear_sparse_combiner,
-            )
-            parts.append(LinearPart(*arguments, prefix="linear_"))
+            combiner = linear_sparse_combiner
+            arguments = (linear_feature_columns, linear_optimizer, combiner)
+            parts.append(linear_part(*arguments, prefix="linear_"))
         if not parts:
             raise ValueError(
                 "linear_feature_columns and dnn_feature_columns: there are none. Give "
@@ -207,9 +194,10 @@ class _DNNLinearCombined(CannedEstimator):
 class DNNLinearCombinedRegressor(_DNNLinearCombined):
     """A wide and deep model for regression: the sum of a linear model and a network.
 
-    One training trains both, each with its own optimizer. `evaluate` and `predict`
-    return the results of `LinearRegressor`, whose arguments begin with `linear_` here,
-    or have the same name. Arguments that begin with `dnn_` are those of `DNNRegressor`.
+    Training updates both, each with its own optimizer. Results of `evaluate` and
+    `predict` are those of `LinearRegressor`. Arguments that begin with `linear_` are
+    those of `LinearRegressor`, and arguments that begin with `dnn_` those of
+    `DNNRegressor`.
 
     Args:
         linear_feature_columns: None: no linear model.
@@ -217,16 +205,13 @@ class DNNLinearCombinedRegressor(_DNNLinearCombined):
         batch_norm: As for `DNNRegressor`.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 64, dtype="float32")
-        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> import replicax as rx
+        >>> x = [rx.feature_column.numeric_column("x")]
         >>> estimator = rx.estimator.DNNLinearCombinedRegressor(
-        ...     linear_feature_columns=columns,
-        ...     dnn_feature_columns=columns,
-        ...     dnn_hidden_units=[8],
+        ...     linear_feature_columns=x, dnn_feature_columns=x, dnn_hidden_units=[8]
         ... )
-        >>> estimator = estimator.train(lambda: ({"x": x}, x**2), steps=10)
-        >>> next(estimator.predict(lambda: {"x": x}))["predictions"].shape
+        >>> estimator = estimator.train(lambda: ({"x": [1.0]}, [2.0]), steps=10)
+        >>> next(estimator.predict(lambda: {"x": [1.0]}))["predictions"].shape
         (1,)
     """
 
@@ -242,16 +227,15 @@ class DNNLinearCombinedClassifier(_DNNLinearCombined):
         label_vocabulary: As for `LinearClassifier`.
 
     Example:
-        >>> import numpy as np, replicax as rx
+        >>> import replicax as rx
         >>> day = rx.feature_column.categorical_column_with_identity("day", 7)
         >>> estimator = rx.estimator.DNNLinearCombinedClassifier(
         ...     linear_feature_columns=[day],
         ...     dnn_feature_columns=[rx.feature_column.embedding_column(day, 2)],
         ...     dnn_hidden_units=[8],
         ... )
-        >>> days = np.arange(7)
-        >>> estimator = estimator.train(lambda: ({"day": days}, days >= 5), steps=10)
-        >>> next(estimator.predict(lambda: {"day": days}))["probabilities"].shape
+        >>> estimator = estimator.train(lambda: ({"day": [0, 6]}, [0, 1]), steps=10)
+        >>> next(estimator.predict(lambda: {"day": [6]}))["probabilities"].shape
         (2,)
     """
 

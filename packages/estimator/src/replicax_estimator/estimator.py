@@ -69,10 +69,6 @@ class Estimator:
     Attributes:
         is_temporary: Whether `model_dir` is a new temporary folder.
 
-    Raises:
-        ValueError: If `model_fn` requires other arguments, or `model_dir` and the
-            config's `model_dir` differ.
-
     Example:
         >>> import grain, keras, numpy as np, replicax as rx
         >>> def model_fn(features, labels, mode):
@@ -168,8 +164,6 @@ class Estimator:
             The estimator.
 
         Raises:
-            ValueError: For `steps` together with `max_steps`, for numbers less than 1,
-                or for input that does not fit the model.
             CheckpointError: If the checkpoint is of another model.
             NanLossDuringTrainingError: If the loss becomes NaN or infinite.
         """
@@ -255,8 +249,6 @@ class Estimator:
             losses) and `global_step`.
 
         Raises:
-            ValueError: If there is no checkpoint, Keras model or `warm_start_from`; or
-                if `steps` is less than 1.
             CheckpointError: If the checkpoint is of another model.
         """
         _check_steps("evaluate", steps)
@@ -292,10 +284,6 @@ class Estimator:
 
         Yields:
             NumPy arrays, or dicts of arrays, for one example or for one batch.
-
-        Raises:
-            ValueError: In the first iteration, if there is no checkpoint or no such
-                key, or predictions have no batch dimension.
         """
         key = ModeKeys.PREDICT, one_device()
         restore = self._restorer(checkpoint_path, "predict", key)
@@ -347,10 +335,6 @@ class Estimator:
             The new folder.
 
         Raises:
-            ValueError: If there is no checkpoint, or the model cannot be exported for
-                a variable number of rows or for a platform.
-            TypeError: If `serving_input_receiver_fn` is no function, or returns
-                no `ServingInputReceiver`.
             CheckpointError: If the checkpoint is of another model.
         """
         caller = "export_saved_model"
@@ -380,11 +364,7 @@ class Estimator:
         return rx.latest_checkpoint(self.model_dir, CHECKPOINT_NAME)
 
     def get_variable_names(self) -> list[str]:
-        """Names of the variables in the newest checkpoint.
-
-        Raises:
-            ValueError: If there is no checkpoint.
-        """
+        """Names of the variables in the newest checkpoint."""
         return sorted(saved_variables(self._checkpoint(None, "get_variable_names")))
 
     def get_variable_value(self, name: str) -> np.ndarray:
@@ -394,7 +374,6 @@ class Estimator:
             name: One of `get_variable_names()`.
 
         Raises:
-            ValueError: If there is no checkpoint.
             KeyError: If there is no such variable.
         """
         return saved_variables(self._checkpoint(None, "get_variable_value"))[name]

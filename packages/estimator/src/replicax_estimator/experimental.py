@@ -11,8 +11,8 @@ from replicax_estimator.arguments import require_callable
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.evaluating import read_eval_metrics
 from replicax_estimator.hooks import (
+    HookSession,
     Interval,
-    IntervalHook,
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
@@ -44,17 +44,18 @@ class _Options(TypedDict, total=False):
     """Training steps between two reads, in place of seconds."""
 
 
-class _EarlyStoppingHook(IntervalHook):
+class _EarlyStoppingHook(SessionRunHook):
     def __init__(self, should_stop_fn: Callable[[], bool], interval: Interval) -> None:
         self._interval = interval
         self._should_stop = should_stop_fn
+
+    def after_create_session(self, session: HookSession, coord: None) -> None:
+        self._interval.restart(session.global_step)
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
         step = run_context.session.global_step
-        if self._interval.last is None:
-            self._interval.restart(step)
         if self._interval.is_due(step):
             self._interval.restart(step)
             if self._should_stop():
@@ -67,7 +68,7 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60.0,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook that stops training when `should_stop_fn()` is true.
+    """Make a hook that stops training when `should_stop_fn()` is true.
 
     All workers stop at the same step, some steps after the first one requests it.
 
@@ -79,8 +80,7 @@ def make_early_stopping_hook(
 
     Example:
         >>> import replicax as rx
-        >>> column = rx.feature_column.numeric_column("x")
-        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> estimator = rx.estimator.BaselineRegressor()
         >>> hook = make_early_stopping_hook(estimator, lambda: True, run_every_steps=10)
     """
     caller = "make_early_stopping_hook"
@@ -97,26 +97,22 @@ def stop_if_no_decrease_hook(
     max_steps_without_decrease: int,
     **options: Unpack[_Options],
 ) -> SessionRunHook:
-    """A hook that stops training when a metric has stopped decreasing.
+    """Make a hook that stops training when a metric has stopped decreasing.
 
     Args:
         estimator: The estimator that trains.
         metric_name: A key of the result of `evaluate`, such as `"loss"`.
         max_steps_without_decrease: Training steps without a new minimum to stop after.
-        **options: Which evaluations to read, and how often.
-
-    Raises:
-        ValueError: In training: if an evaluation has no such metric.
+        **options: Which evaluations to read, and how often: `eval_dir`, `min_steps`,
+            `run_every_secs` or `run_every_steps`.
 
     Example:
         >>> import replicax as rx
-        >>> column = rx.feature_column.numeric_column("x")
-        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> estimator = rx.estimator.BaselineRegressor()
         >>> hook = stop_if_no_decrease_hook(estimator, "loss", 100)
     """
-    return _hook(
-        "no_decrease", max_steps_without_decrease, estimator, metric_name, **options
-    )
+    steps = max_steps_without_decrease
+    return _hook("no_decrease", steps, estimator, metric_name, **options)
 
 
 def stop_if_no_increase_hook(
@@ -125,20 +121,18 @@ def stop_if_no_increase_hook(
     max_steps_without_increase: int,
     **options: Unpack[_Options],
 ) -> SessionRunHook:
-    """A hook that stops training when a metric has stopped increasing.
+    """Make a hook that stops training when a metric has stopped increasing.
 
     It stops after `max_steps_without_increase` training steps without a new maximum.
     Other arguments are those of `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
-        >>> column = rx.feature_column.numeric_column("x")
-        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> estimator = rx.estimator.BaselineRegressor()
         >>> hook = stop_if_no_increase_hook(estimator, "label/mean", 100)
     """
-    return _hook(
-        "no_increase", max_steps_without_increase, estimator, metric_name, **options
-    )
+    steps = max_steps_without_increase
+    return _hook("no_increase", steps, estimator, metric_name, **options)
 
 
 def stop_if_higher_hook(
@@ -147,14 +141,13 @@ def stop_if_higher_hook(
     threshold: float,
     **options: Unpack[_Options],
 ) -> SessionRunHook:
-    """A hook that stops training when an evaluation's metric is above `threshold`.
+    """Make a hook that stops training when a metric is above `threshold`.
 
     Other arguments are those of `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
-        >>> column = rx.feature_column.numeric_column("x")
-        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> estimator = rx.estimator.BaselineRegressor()
         >>> hook = stop_if_higher_hook(estimator, "loss", 1e3)
     """
     return _hook("higher", threshold, estimator, metric_name, **options)
@@ -166,14 +159,13 @@ def stop_if_lower_hook(
     threshold: float,
     **options: Unpack[_Options],
 ) -> SessionRunHook:
-    """A hook that stops training when an evaluation's metric is below `threshold`.
+    """Make a hook that stops training when a metric is below `threshold`.
 
     Other arguments are those of `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
-        >>> column = rx.feature_column.numeric_column("x")
-        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> estimator = rx.estimator.BaselineRegressor()
         >>> hook = stop_if_lower_hook(estimator, "loss", 1e-3)
     """
     return _hook("lower", threshold, estimator, metric_name, **options)

@@ -1,4 +1,4 @@
-"""Exporters: decide when `train_and_evaluate` exports, and which exports are kept."""
+"""Exporters: decide when `train_and_evaluate` exports, and which exports to keep."""
 
 import abc
 import logging
@@ -22,18 +22,16 @@ _logger = logging.getLogger("replicax")
 class Exporter(abc.ABC):
     """Base class of exporters, which `train_and_evaluate` calls after evaluations.
 
-    A subclass must define `name`, and `export`, whose arguments come by keyword. (TF:
-    `tf.estimator.Exporter`.)
+    A subclass must define `name` and `export`, which is called with arguments by
+    keyword. (TF: `tf.estimator.Exporter`.)
 
     Example:
         >>> import shutil, replicax as rx
         >>> class CheckpointExporter(rx.estimator.Exporter):
         ...     name = "checkpoint"
         ...     def export(self, export_path, checkpoint_path, **others):
-        ...         shutil.rmtree(export_path, ignore_errors=True)
         ...         return shutil.copytree(checkpoint_path, export_path)
-        >>> CheckpointExporter().name
-        'checkpoint'
+        >>> exporter = CheckpointExporter()
     """
 
     name: str
@@ -65,8 +63,6 @@ class Exporter(abc.ABC):
 class _SavedModelExporter(Exporter):
     """Calls `export_saved_model`, and deletes all but the newest exports."""
 
-    _only_final = False
-
     def __init__(
         self,
         name: str,
@@ -89,7 +85,7 @@ class _SavedModelExporter(Exporter):
         is_the_final_export: bool,
     ) -> str | None:
         """See the base class."""
-        if self._only_final and not is_the_final_export:
+        if not self._exports(estimator, eval_result or {}, is_the_final_export):
             return None
         path = estimator.export_saved_model(
             export_path, self._receiver_fn, checkpoint_path
@@ -99,6 +95,12 @@ class _SavedModelExporter(Exporter):
                 storage.remove(old)
         return path
 
+    def _exports(
+        self, estimator: Estimator, eval_result: EvalResults, is_final: bool
+    ) -> bool:
+        """Whether to export after this evaluation."""
+        return True
+
 
 class FinalExporter(_SavedModelExporter):
     """Exports once, when training has ended.
@@ -106,19 +108,20 @@ class FinalExporter(_SavedModelExporter):
     Arguments are those of `LatestExporter`.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> features = {"x": np.ones((1, 3), "float32")}
-        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(features)
-        >>> rx.estimator.FinalExporter("final", receiver_fn).name
-        'final'
+        >>> import replicax as rx
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn({"x": [1.0]})
+        >>> exporter = rx.estimator.FinalExporter("final", receiver_fn)
     """
-
-    _only_final = True
 
     def __init__(
         self, name: str, serving_input_receiver_fn: Callable[[], ServingInputReceiver]
     ) -> None:
         super().__init__(name, serving_input_receiver_fn, exports_to_keep=None)
+
+    def _exports(
+        self, estimator: Estimator, eval_result: EvalResults, is_final: bool
+    ) -> bool:
+        return is_final
 
 
 class LatestExporter(_SavedModelExporter):
@@ -130,11 +133,9 @@ class LatestExporter(_SavedModelExporter):
         exports_to_keep: Number of newest exports to keep; None: all.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> features = {"x": np.ones((1, 3), "float32")}
-        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(features)
-        >>> rx.estimator.LatestExporter("latest", receiver_fn, exports_to_keep=2).name
-        'latest'
+        >>> import replicax as rx
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn({"x": [1.0]})
+        >>> exporter = rx.estimator.LatestExporter("latest", receiver_fn)
     """
 
 
@@ -152,16 +153,11 @@ class BestExporter(_SavedModelExporter):
         eval_name: The name of the evaluations, as in `EvalSpec(name=...)`.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> features = {"x": np.ones((1, 3), "float32")}
-        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(features)
+        >>> import replicax as rx
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn({"x": [1.0]})
         >>> def is_more_accurate(best_eval_result, current_eval_result):
         ...     return current_eval_result["accuracy"] > best_eval_result["accuracy"]
-        >>> exporter = rx.estimator.BestExporter(
-        ...     serving_input_receiver_fn=receiver_fn, compare_fn=is_more_accurate
-        ... )
-        >>> exporter.name
-        'best_exporter'
+        >>> exporter = rx.estimator.BestExporter("best", receiver_fn, is_more_accurate)
     """
 
     def __init__(
@@ -181,45 +177,27 @@ class BestExporter(_SavedModelExporter):
         self._best: EvalResults | None = None
         self._model_dir: str | None = None
 
-    def export(
-        self,
-        estimator: Estimator,
-        export_path: str | os.PathLike[str],
-        checkpoint_path: str | None,
-        eval_result: EvalResults | None,
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See the base class."""
-        eval_result = eval_result or {}
+    def _exports(
+        self, estimator: Estimator, eval_result: EvalResults, is_final: bool
+    ) -> bool:
         if self._model_dir != estimator.model_dir:
             self._model_dir = estimator.model_dir
-            self._best = self._best_before(estimator, eval_result)
-        if self._best is not None and not self._beats(eval_result, self._best):
-            return None
-        path = super().export(
-            estimator, export_path, checkpoint_path, eval_result, is_the_final_export
+            self._best = None
+            results = read_eval_metrics(estimator.eval_dir(self._eval_name))
+            results.pop(eval_result.get("global_step", -1), None)  # The current one.
+            for step, metrics in results.items():
+                self._keep_if_better(metrics | {"global_step": step})
+            _logger.info("BestExporter: the best evaluation so far is %s.", self._best)
+        return self._keep_if_better(dict(eval_result))
+
+    def _keep_if_better(self, result: EvalResults) -> bool:
+        """Keep an evaluation as the best one if it is; return whether it is."""
+        is_best = self._best is None or bool(
+            self._is_better(best_eval_result=self._best, current_eval_result=result)
         )
-        self._best = dict(eval_result)
-        return path
-
-    def _best_before(
-        self, estimator: Estimator, eval_result: EvalResults
-    ) -> EvalResults | None:
-        """Read the best evaluation of earlier processes; leave out the current one."""
-        best: EvalResults | None = None
-        folder = estimator.eval_dir(self._eval_name)
-        for step, metrics in read_eval_metrics(folder).items():
-            result = metrics | {"global_step": step}
-            if step != eval_result.get("global_step") and (
-                best is None or self._beats(result, best)
-            ):
-                best = result
-        if best is not None:
-            _logger.info("BestExporter: the best evaluation so far is %s.", best)
-        return best
-
-    def _beats(self, result: EvalResults, best: EvalResults) -> bool:
-        return bool(self._is_better(best_eval_result=best, current_eval_result=result))
+        if is_best:
+            self._best = result
+        return is_best
 
 
 def _has_smaller_loss(

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,9 +27,8 @@ __all__ = ["export_model"]
 _Specs: TypeAlias = dict[str, ArraySpec]
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
-_CALLER = "export_saved_model"
 _ROWS = 2
-"""Rows of the batch that builds the model: not 1, which broadcasts."""
+"""Rows of the batch that builds the model: more than 1, as a single row broadcasts."""
 
 _logger = logging.getLogger("replicax")
 
@@ -46,9 +44,9 @@ def export_model(
     """Export a checkpoint as a saved model in a new folder in `base`; return its path.
 
     `model` has PREDICT mode and is not yet built. `preprocessor` is the canned
-    estimator's, else None.
+    estimator's; None for a user's `model_fn`, whose features need no preprocessing.
     """
-    chosen = list(platforms or _PLATFORMS)
+    platforms = list(platforms or _PLATFORMS)
     is_single = not isinstance(receiver.features, Mapping)
     num_rows = receiver.default_batch_size
     if preprocessor is None:
@@ -60,8 +58,10 @@ def export_model(
     checkpoint = restore(model)
     global_step = int(model.global_step.numpy())
     values = {name: np.asarray(v.value) for name, v in model.variables().items()}
-    of_program = {
-        name: ArraySpec((num_rows, *x.shape[1:]), x.dtype.name)
+    (b,) = export.symbolic_shape("b")
+    rows = b if num_rows is None else num_rows
+    program_inputs = {
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
         for name, x in arrays.items()
     }
 
@@ -75,13 +75,19 @@ def export_model(
     signatures: JSONObject = {}
     names = jax.eval_shape(outputs_of, values, arrays)
     for name in sorted(names, key=lambda name: (name != DEFAULT_SIGNATURE, name)):
-        exported = _export_program(
-            lambda v, x, name=name: outputs_of(v, x)[name],
-            values,
-            of_program,
-            chosen,
-            f"signature {name!r}",
-        )
+        program = jax.jit(lambda v, x, name=name: outputs_of(v, x)[name])
+        try:
+            exported = export.export(program, platforms=platforms)(
+                values, program_inputs
+            )
+        except Exception as error:  # Tracing and XLA raise errors of many types.
+            raise ValueError(
+                f"export_saved_model: signature {name!r} cannot be exported for "
+                f"{platforms}: {error} If a platform lacks an operation, give "
+                "platforms=... without that platform. If the model_fn needs the number "
+                "of rows, give build_raw_serving_input_receiver_fn("
+                "..., default_batch_size=...)."
+            ) from error
         outputs = _outputs(exported, num_rows, host)
         programs[name] = bytes(exported.serialize())
         signatures[name] = {
@@ -91,18 +97,16 @@ def export_model(
     contents = {
         "versions": {
             "jax": jax.__version__,
-            "jaxlib": version("jaxlib"),
             "keras": keras.__version__,
             "replicax": rx.__version__,
         },
         "global_step": global_step,
-        "platforms": chosen,
+        "platforms": platforms,
         "signatures": signatures,
         "single_feature": is_single,
         "host": host_config,
     }
-    artifact = Artifact(contents=contents, programs=programs, variables=values)
-    path = write(base, artifact)
+    path = write(base, Artifact(contents, programs, values))
     _logger.info("Exported step %d of %s to %s.", global_step, checkpoint, path)
     return path
 
@@ -134,38 +138,15 @@ def _outputs_by_name(signature: str, outputs: Predictions) -> Arrays:
         if not hasattr(value, "shape"):
             raise TypeError(
                 f"EstimatorSpec: outputs of signature {signature!r} must be an array, "
-                f"or a dict of arrays by name; got {name!r}: {value!r}."
+                f"or a dict of arrays by name; output {name!r} is {value!r}."
             )
     return named
-
-
-def _export_program(
-    fn: Callable[..., Arrays],
-    values: Mapping[str, np.ndarray],
-    specs: _Specs,
-    platforms: Sequence[str],
-    title: str,
-) -> export.Exported:
-    (any_number,) = export.symbolic_shape("b")
-    features = {
-        name: jax.ShapeDtypeStruct(spec.with_rows(any_number), np.dtype(spec.dtype))
-        for name, spec in specs.items()
-    }
-
-    try:
-        return export.export(jax.jit(fn), platforms=platforms)(values, features)
-    except Exception as error:  # Tracing and XLA raise errors of many types.
-        raise ValueError(
-            f"{_CALLER}: {title} cannot be exported for {list(platforms)}: {error} "
-            "If a platform lacks an operation, give platforms=... without it. If the "
-            "model_fn needs the number of rows, give build_raw_serving_input_receiver_"
-            "fn(..., default_batch_size=...)."
-        ) from error
 
 
 def _outputs(
     exported: export.Exported, num_rows: int | None, host: Preprocessor
 ) -> _Specs:
+    """Return the specs of a program's outputs, with those that the host adds."""
     avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     specs = {
         name: ArraySpec(
@@ -176,6 +157,6 @@ def _outputs(
     }
     zeros = {name: spec.zeros(num_rows or _ROWS) for name, spec in specs.items()}
     for name, array in host.add_class_names(zeros).items():
-        if name not in specs:  # Strings.
+        if name not in specs:  # Class names.
             specs[name] = ArraySpec((num_rows, *array.shape[1:]), "string")
     return specs

@@ -46,9 +46,6 @@ def model_to_estimator(
         An estimator whose predictions are a dict by the names of the model's outputs,
         and whose evaluation returns the compiled metrics.
 
-    Raises:
-        ValueError: For no model, for two, or for a model that is not compiled.
-
     Example:
         >>> import keras, numpy as np, replicax as rx
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

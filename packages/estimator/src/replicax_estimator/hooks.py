@@ -11,7 +11,6 @@ __all__ = [
     "CheckpointSaverListener",
     "HookSession",
     "Interval",
-    "IntervalHook",
     "SessionRunArgs",
     "SessionRunContext",
     "SessionRunHook",
@@ -23,7 +22,7 @@ Fetches: TypeAlias = "str | Sequence[Fetches] | Mapping[str, Fetches]"
 
 
 class HookSession(Protocol):
-    """What hooks see of the loop of one call of `train` or `evaluate`."""
+    """The loop of one call of `train` or `evaluate`, as hooks use it."""
 
     global_step: int
     is_over: bool
@@ -36,16 +35,11 @@ class Interval:
     """A timer in steps or in seconds.
 
     Attributes:
-        last: The step and the time (`time.monotonic()`) of the last event. None: there
-            was no event, and the timer is due.
+        last: Step and time of the last event, by `time.monotonic()`. None: there was no
+            event, and the timer is due.
     """
 
-    def __init__(
-        self,
-        steps: int | None,
-        seconds: float | None,
-        caller: str,
-    ) -> None:
+    def __init__(self, steps: int | None, seconds: float | None, caller: str) -> None:
         if (steps is None) == (seconds is None):
             raise ValueError(
                 f"{caller}: got an interval of {steps!r} steps and of {seconds!r} "
@@ -77,21 +71,20 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class SessionRunArgs:
-    """The values that a hook fetches from a step, by name.
+    """The names of the values that a hook fetches from a step.
 
     (TF: `tf.compat.v1.train.SessionRunArgs`.)
 
     Args:
         fetches: A name, or a list or dict of names: `"loss"`, `"global_step"`, a key of
-            the spec's predictions, or a name in a `LoggingTensorHook` of the spec.
+            the spec's predictions, or a label of a `LoggingTensorHook` in the spec.
 
     Example:
         >>> import replicax as rx
         >>> class Progress(rx.estimator.SessionRunHook):
         ...     def before_run(self, run_context):
         ...         return rx.estimator.SessionRunArgs(["global_step", "loss"])
-        >>> Progress().before_run(None).fetches
-        ['global_step', 'loss']
+        >>> hook = Progress()
     """
 
     fetches: Fetches
@@ -104,25 +97,24 @@ class SessionRunValues:
     (TF: `tf.compat.v1.train.SessionRunValues`.)
 
     Attributes:
-        results: As `SessionRunArgs.fetches`, with a NumPy array for each name: scalars
-            that are equal on all replicas, else this process' first replica's.
+        results: As `SessionRunArgs.fetches`, with a NumPy array in place of each name.
+            `"loss"` is the mean over all replicas; predictions and other arrays are
+            those of this process' first replica.
 
     Example:
-        >>> import numpy as np, replicax as rx
+        >>> import replicax as rx
         >>> class Progress(rx.estimator.SessionRunHook):
         ...     def after_run(self, run_context, run_values):
-        ...         step, loss = run_values.results
-        ...         print(f"step {step}: loss {loss:.1f}")
-        >>> results = [np.array(1), np.array(0.5, "float32")]
-        >>> Progress().after_run(None, rx.estimator.SessionRunValues(results))
-        step 1: loss 0.5
+        ...         print(f"loss {run_values.results:.1f}")
+        >>> Progress().after_run(None, rx.estimator.SessionRunValues(0.5))
+        loss 0.5
     """
 
     results: Any
 
 
 class SessionRunContext:
-    """The context of one step: the argument of a hook's methods.
+    """The context of a step, which `before_run` and `after_run` of its hooks share.
 
     (TF: `tf.compat.v1.train.SessionRunContext`.)
 
@@ -136,10 +128,7 @@ class SessionRunContext:
         ...     def after_run(self, run_context, run_values):
         ...         if run_context.session.global_step == 3:
         ...             run_context.request_stop()
-        >>> context = rx.estimator.SessionRunContext(session=None)
-        >>> context.request_stop()
-        >>> context.stop_requested
-        True
+        >>> hook = StopsAfterThree()
     """
 
     def __init__(self, session: HookSession) -> None:
@@ -159,48 +148,33 @@ class SessionRunHook:
     (TF: `tf.estimator.SessionRunHook`.)
 
     Example:
-        >>> import numpy as np, replicax as rx
+        >>> import replicax as rx
         >>> class Losses(rx.estimator.SessionRunHook):
-        ...     def begin(self):
-        ...         self.losses = []
         ...     def before_run(self, run_context):
         ...         return rx.estimator.SessionRunArgs("loss")
         ...     def after_run(self, run_context, run_values):
-        ...         self.losses.append(float(run_values.results))
-        >>> x, hook = np.linspace(-1, 1, 32, dtype="float32"), Losses()
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns)
-        >>> _ = estimator.train(lambda: ({"x": x}, 2 * x), hooks=[hook], steps=5)
-        >>> len(hook.losses), hook.losses[-1] < hook.losses[0]
-        (5, True)
+        ...         print(f"{run_values.results:.1f}")
+        >>> estimator = rx.estimator.BaselineRegressor()
+        >>> _ = estimator.train(lambda: ({"x": [1.0]}, [2.0]), [Losses()], steps=1)
+        4.0
     """
 
     def begin(self) -> None:
         """Called once, before the model is built."""
 
     def after_create_session(self, session: HookSession, coord: None) -> None:
-        """Called when the variables have their values; `coord` is None."""
+        """Called when the variables have their values; `coord` is always None."""
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Called before a step; returns the values that `after_run` fetches from it."""
+        """Called before a step; returns the names of the values for `after_run`."""
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Called after a step. Fetching values blocks until the device is done."""
+        """Called after a step; values that were fetched have blocked on the device."""
 
     def end(self, session: HookSession | None) -> None:
         """Called after the last step."""
-
-
-class IntervalHook(SessionRunHook):
-    """Base class of hooks that act at an interval."""
-
-    _interval: Interval
-
-    def begin(self) -> None:
-        """Reset the timer: it is due at once."""
-        self._interval.last = None
 
 
 class CheckpointSaverListener:
@@ -214,8 +188,8 @@ class CheckpointSaverListener:
         >>> class Saves(rx.estimator.CheckpointSaverListener):
         ...     def after_save(self, session, global_step_value):
         ...         print(f"saved step {global_step_value}")
-        >>> estimator = rx.estimator.BaselineRegressor()
         >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> estimator = rx.estimator.BaselineRegressor()
         >>> _ = estimator.train(lambda: batch, steps=5, saving_listeners=[Saves()])
         saved step 5
     """
@@ -242,5 +216,7 @@ def fetch(
     if not isinstance(fetches, str):
         return [fetch(x, tensors, caller) for x in fetches]
     if fetches not in tensors:
-        raise ValueError(f"{caller}: fetches {fetches!r}; there are {sorted(tensors)}.")
+        raise ValueError(
+            f"{caller}: fetches {fetches!r}; this step has only {sorted(tensors)}."
+        )
     return np.asarray(tensors[fetches]())

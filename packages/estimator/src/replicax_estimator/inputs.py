@@ -1,9 +1,8 @@
 """Makes input functions from NumPy arrays and pandas data frames."""
 
-import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -24,11 +23,11 @@ def numpy_input_fn(
     num_epochs: int | None = 1,
     shuffle: bool | None = None,
     seed: int | None = None,
-) -> Callable[[], Iterable[Any]]:
+) -> Callable[[], Iterator[Any]]:
     """Make an `input_fn` that reads arrays.
 
-    (TF: `tf.compat.v1.estimator.inputs.numpy_input_fn`.) A batch may span two epochs.
-    Only the last batch may be short.
+    A batch may span two epochs. Only the last batch may be short. (TF:
+    `tf.compat.v1.estimator.inputs.numpy_input_fn`.)
 
     Args:
         x: Features: a dict of arrays `[n, ...]`, or one array.
@@ -40,19 +39,16 @@ def numpy_input_fn(
             Python's random numbers.
 
     Returns:
-        A function without arguments. Each call returns a new iterable over
-        `(features, labels)`, or features.
+        A function without arguments. Each call returns a new iterator over batches
+        `(features, labels)`, or over features.
 
     Example:
-        >>> import numpy as np, replicax as rx
+        >>> import replicax as rx
         >>> input_fn = rx.estimator.numpy_input_fn(
-        ...     {"x": np.arange(3)}, np.arange(3) * 2, 2, num_epochs=2, shuffle=False
+        ...     {"x": [0, 1, 2]}, [0, 2, 4], 2, num_epochs=2, shuffle=False
         ... )
-        >>> for features, labels in input_fn():
-        ...     print(features["x"].tolist(), labels.tolist())
-        [0, 1] [0, 2]
-        [2, 0] [4, 0]
-        [1, 2] [2, 4]
+        >>> [labels.tolist() for features, labels in input_fn()]
+        [[0, 2], [4, 0], [2, 4]]
     """
     features = _as_arrays(x)
     labels = None if y is None else _as_arrays(y)
@@ -68,26 +64,18 @@ def pandas_input_fn(
     shuffle: bool | None = None,
     target_column: str = "target",
     seed: int | None = None,
-) -> Callable[[], Iterable[Any]]:
-    """Make an `input_fn` that reads the columns of a data frame.
+) -> Callable[[], Iterator[Any]]:
+    """Make an `input_fn` that reads the columns of a pandas data frame.
 
-    (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`.)
-
-    `x` is a pandas `DataFrame`: each column is a feature `[n]`. `y` is a `Series`, or a
+    `x` is a `DataFrame`: each column is a feature `[n]`. `y` is a `Series`, or a
     `DataFrame` for a dict of labels. No column of `x` may be named `target_column`.
-    Other arguments and the result are `numpy_input_fn`'s.
-
-    Raises:
-        ValueError: If the indices of `x` and `y` differ, or `x` has the target column.
+    Other arguments and the result are `numpy_input_fn`'s. (TF:
+    `tf.compat.v1.estimator.inputs.pandas_input_fn`.)
 
     Example:
-        >>> import pandas as pd, replicax as rx  # doctest: +SKIP
+        >>> import pandas as pd  # doctest: +SKIP
         >>> frame = pd.DataFrame({"city": ["Ulm", "Bonn"]})  # doctest: +SKIP
-        >>> input_fn = rx.estimator.pandas_input_fn(
-        ...     frame, shuffle=False
-        ... )  # doctest: +SKIP
-        >>> next(iter(input_fn()))["city"].tolist()  # doctest: +SKIP
-        ['Ulm', 'Bonn']
+        >>> input_fn = pandas_input_fn(frame, shuffle=False)  # doctest: +SKIP
     """
     caller = "pandas_input_fn"
     labels = None
@@ -97,7 +85,7 @@ def pandas_input_fn(
                 f"{caller}: x has the column {target_column!r}, the name of the "
                 "labels. Give another target_column, or drop the column from x."
             )
-        # Rows are paired by position: different indices would give wrong labels.
+        # Rows are paired by position: with different indices, labels would be wrong.
         if not np.array_equal(x.index, y.index):
             raise ValueError(
                 f"{caller}: x and y must have the same index; got {x.index!r} and "
@@ -108,34 +96,6 @@ def pandas_input_fn(
     return _input_fn(caller, _columns_of(x), labels, *options)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Batches:
-    """An iterable over batches of arrays; each iteration starts from the beginning."""
-
-    arrays: tuple[_Arrays, _Arrays | None]  # Features and labels.
-    num_examples: int
-    batch_size: int
-    num_epochs: int | None
-    seed: int | None  # None: no shuffling.
-
-    def __iter__(self) -> Iterator[Any]:
-        rest = np.zeros(0, int)
-        for epoch in itertools.islice(itertools.count(), self.num_epochs):
-            order = np.arange(self.num_examples)
-            if self.seed is not None:
-                order = np.random.default_rng([self.seed, epoch]).permutation(order)
-            rest = np.concatenate([rest, order])
-            while len(rest) >= self.batch_size:
-                yield self._batch(rest[: self.batch_size])
-                rest = rest[self.batch_size :]
-        if len(rest):
-            yield self._batch(rest)
-
-    def _batch(self, rows: np.ndarray) -> Any:
-        features, labels = jax.tree.map(lambda array: array[rows], self.arrays)
-        return features if labels is None else (features, labels)
-
-
 def _input_fn(
     caller: str,
     features: _Arrays,
@@ -144,7 +104,7 @@ def _input_fn(
     num_epochs: int | None,
     shuffle: bool | None,
     seed: int | None,
-) -> Callable[[], Iterable[Any]]:
+) -> Callable[[], Iterator[Any]]:
     if not isinstance(shuffle, bool):
         raise ValueError(
             f"{caller}: shuffle must be True or False; got {shuffle!r}. Training "
@@ -160,12 +120,40 @@ def _input_fn(
             f"one; got {sizes}."
         )
 
-    def input_fn() -> Iterable[Any]:
+    arrays, size = (features, labels), sizes[0]
+
+    def input_fn() -> Iterator[Any]:
         drawn = random.randrange(2**63) if shuffle and seed is None else seed
-        order = (sizes[0], batch_size, num_epochs, drawn if shuffle else None)
-        return _Batches((features, labels), *order)
+        order_seed = drawn if shuffle else None
+        return _batches(arrays, size, batch_size, num_epochs, order_seed)
 
     return input_fn
+
+
+def _batches(
+    arrays: tuple[_Arrays, _Arrays | None],
+    size: int,
+    batch_size: int,
+    num_epochs: int | None,
+    seed: int | None,
+) -> Iterator[Any]:
+    """Yield batches of features and labels; without a seed, in the arrays' order."""
+
+    def batch_of(rows: np.ndarray) -> Any:
+        features, labels = jax.tree.map(lambda array: array[rows], arrays)
+        return features if labels is None else (features, labels)
+
+    rest = np.zeros(0, int)
+    for epoch in itertools.islice(itertools.count(), num_epochs):
+        order = np.arange(size)
+        if seed is not None:
+            order = np.random.default_rng([seed, epoch]).permutation(order)
+        rest = np.concatenate([rest, order])
+        while len(rest) >= batch_size:
+            yield batch_of(rest[:batch_size])
+            rest = rest[batch_size:]
+    if len(rest):
+        yield batch_of(rest)
 
 
 def _as_arrays(value: ArrayLike | Mapping[str, ArrayLike]) -> _Arrays:

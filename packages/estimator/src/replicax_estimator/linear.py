@@ -10,6 +10,7 @@ import keras
 from replicax_estimator.canned import (
     CannedEstimator,
     CannedOptions,
+    LogitsAndVariables,
     NetworkPart,
     OptimizerLike,
     optimizer_maker,
@@ -22,47 +23,44 @@ __all__ = [
     "BaselineClassifier",
     "BaselineRegressor",
     "LinearClassifier",
-    "LinearPart",
     "LinearRegressor",
+    "linear_part",
 ]
 
 _LINEAR_RATE = 0.2
 _BASELINE_RATE = 0.3
 
 
-class LinearPart(NetworkPart):
-    """A linear model: variables `linear/linear_model/x/weights` and `.../bias_weights`.
+def linear_part(
+    feature_columns: Columns,
+    optimizer: OptimizerLike | None,
+    sparse_combiner: str,
+    prefix: str = "",
+) -> NetworkPart:
+    """Make a part with variables `linear/linear_model/x/weights`, `.../bias_weights`.
 
     Arguments are those of `LinearRegressor`; errors put `prefix` before their names.
     """
+    columns = as_columns(feature_columns, f"{prefix}feature_columns")
+    rate = _LINEAR_RATE
+    if optimizer is None:
+        optimizer = "Ftrl"
+        rate = min(rate, 1 / math.sqrt(len(columns)))
 
-    def __init__(
-        self,
-        feature_columns: Columns,
-        optimizer: OptimizerLike | None,
-        sparse_combiner: str,
-        prefix: str = "",
-    ) -> None:
-        self.columns = as_columns(feature_columns, f"{prefix}feature_columns")
-        self._combiner = sparse_combiner
-        self._layer(1)  # Wrong columns raise here, not in the first trace.
-        rate = _LINEAR_RATE
-        if optimizer is None:
-            optimizer = "Ftrl"
-            rate = min(rate, 1 / math.sqrt(len(self.columns)))
-        self.optimizer = optimizer_maker(optimizer, rate, f"{prefix}optimizer")
+    def layer_of(units: int) -> LinearModel:
+        return LinearModel(columns, units, sparse_combiner, name="linear_model")
 
     def logits(
-        self, features: dict[str, jax.Array], units: int, *, training: bool
-    ) -> tuple[jax.Array, list[keras.Variable]]:
-        """See the base class."""
+        features: dict[str, jax.Array], units: int, training: bool
+    ) -> LogitsAndVariables:
         del training
         with keras.name_scope("linear"):
-            layer = self._layer(units)
+            layer = layer_of(units)
             return layer(features), layer.trainable_variables
 
-    def _layer(self, units: int) -> LinearModel:
-        return LinearModel(self.columns, units, self._combiner, name="linear_model")
+    layer_of(1)  # Wrong columns raise here, not in the first trace.
+    optimizer = optimizer_maker(optimizer, rate, f"{prefix}optimizer")
+    return NetworkPart(columns, optimizer, logits)
 
 
 class _Linear(CannedEstimator):
@@ -75,7 +73,7 @@ class _Linear(CannedEstimator):
         sparse_combiner: str = "sum",
         **options: Unpack[CannedOptions],
     ) -> None:
-        part = LinearPart(feature_columns, optimizer, sparse_combiner)
+        part = linear_part(feature_columns, optimizer, sparse_combiner)
         super().__init__([part], model_dir, **options)
 
 
@@ -104,16 +102,12 @@ class LinearRegressor(_Linear):
             `"mean"` or `"sqrtn"`.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 64, dtype="float32")
-        >>> input_fn = rx.estimator.numpy_input_fn(
-        ...     {"x": x}, 3 * x + 1, 16, num_epochs=None, shuffle=True, seed=0
-        ... )
+        >>> import replicax as rx
+        >>> batch = {"x": [-1.0, 0.0, 1.0]}, [-2.0, 1.0, 4.0]
         >>> columns = [rx.feature_column.numeric_column("x")]
         >>> estimator = rx.estimator.LinearRegressor(columns, optimizer="SGD")
-        >>> estimator = estimator.train(input_fn, steps=100)
-        >>> results = estimator.evaluate(input_fn, steps=4)
-        >>> results["average_loss"] < 1e-3
+        >>> estimator = estimator.train(lambda: batch, steps=100)
+        >>> estimator.evaluate(lambda: batch)["average_loss"] < 1e-3
         True
     """
 
@@ -134,38 +128,26 @@ class LinearClassifier(_Linear):
         label_vocabulary: The classes, if labels are strings.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> features = {"color": np.array(["red", "blue"] * 8)}
-        >>> labels = np.array(["warm", "cold"] * 8)
-        >>> color = rx.feature_column.categorical_column_with_vocabulary_list(
-        ...     "color", ["red", "blue"]
-        ... )
-        >>> estimator = rx.estimator.LinearClassifier(
-        ...     [color], label_vocabulary=["cold", "warm"]
-        ... )
-        >>> estimator = estimator.train(lambda: (features, labels), steps=20)
-        >>> one = next(estimator.predict(lambda: {"color": np.array(["red"])}))
-        >>> one["classes"].tolist()
+        >>> import replicax as rx
+        >>> batch = {"color": ["red", "blue"]}, ["warm", "cold"]
+        >>> color = rx.feature_column.categorical_column_with_hash_bucket("color", 99)
+        >>> words = ["cold", "warm"]
+        >>> estimator = rx.estimator.LinearClassifier([color], label_vocabulary=words)
+        >>> estimator = estimator.train(lambda: batch, steps=20)
+        >>> next(estimator.predict(lambda: {"color": ["red"]}))["classes"].tolist()
         ['warm']
     """
 
     _is_classifier = True
 
 
-class _BaselinePart(NetworkPart):
-    def __init__(self, optimizer: OptimizerLike) -> None:
-        self.columns = ()
-        self.optimizer = optimizer_maker(optimizer, _BASELINE_RATE)
-
-    def logits(
-        self, features: dict[str, jax.Array], units: int, *, training: bool
-    ) -> tuple[jax.Array, list[keras.Variable]]:
-        """See the base class."""
-        del training
-        # The input is zeros: of this layer's variables only the bias learns.
-        layer = keras.layers.Dense(units, kernel_initializer="zeros", name="baseline")
-        logits = layer(features[ROWS][:, None])
-        return logits, layer.trainable_variables
+def _baseline_logits(
+    features: dict[str, jax.Array], units: int, training: bool
+) -> LogitsAndVariables:
+    del training
+    # The input is zeros: of this layer's variables only the bias learns.
+    layer = keras.layers.Dense(units, kernel_initializer="zeros", name="baseline")
+    return layer(features[ROWS][:, None]), layer.trainable_variables
 
 
 class _Baseline(CannedEstimator):
@@ -176,7 +158,9 @@ class _Baseline(CannedEstimator):
         optimizer: OptimizerLike = "Ftrl",
         **options: Unpack[CannedOptions],
     ) -> None:
-        super().__init__([_BaselinePart(optimizer)], model_dir, **options)
+        make_optimizer = optimizer_maker(optimizer, _BASELINE_RATE)
+        part = NetworkPart((), make_optimizer, _baseline_logits)
+        super().__init__([part], model_dir, **options)
 
 
 class BaselineRegressor(_Baseline):
@@ -188,8 +172,8 @@ class BaselineRegressor(_Baseline):
         optimizer: As for `LinearRegressor`; a name has a learning rate of 0.3.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> batch = {"x": np.zeros(4)}, np.array([1.0, 2.0, 3.0, 6.0])
+        >>> import replicax as rx
+        >>> batch = {"x": [0.0] * 4}, [1.0, 2.0, 3.0, 6.0]
         >>> estimator = rx.estimator.BaselineRegressor(optimizer="SGD")
         >>> estimator = estimator.train(lambda: batch, steps=50)
         >>> round(float(estimator.get_variable_value("baseline/bias")[0]), 3)
@@ -206,10 +190,9 @@ class BaselineClassifier(_Baseline):
         optimizer: As for `LinearRegressor`; a name has a learning rate of 0.3.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> batch = {"x": np.zeros(4)}, np.array([0, 1, 1, 1])
-        >>> estimator = rx.estimator.BaselineClassifier()
-        >>> estimator = estimator.train(lambda: batch, steps=10)
+        >>> import replicax as rx
+        >>> batch = {"x": [0.0] * 4}, [0, 1, 1, 1]
+        >>> estimator = rx.estimator.BaselineClassifier().train(lambda: batch, steps=10)
         >>> estimator.evaluate(lambda: batch)["accuracy"]
         0.75
     """

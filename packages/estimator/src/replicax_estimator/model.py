@@ -13,7 +13,12 @@ import numpy as np
 
 import replicax as rx
 from replicax.seams import made_alike
-from replicax_estimator.spec import EstimatorSpec, ModeKeys, num_active, stepping
+from replicax_estimator.spec import (
+    EstimatorSpec,
+    ModeKeys,
+    global_step_context,
+    num_active,
+)
 from replicax_estimator.types import Arrays, Features, Labels, Predictions
 from replicax_estimator.user_functions import ModelFunction
 from replicax_estimator.variable_reuse import VariableStore
@@ -34,8 +39,8 @@ class EstimatorModel:
     """The variables and the step of a model, in one mode under one strategy.
 
     Attributes:
-        spec: The result of the function's first call. Its optimizers, metrics and hooks
-            stay in use; its arrays are expired tracers.
+        spec: The result of the first call of the `model_fn`. The model uses its
+            optimizers, metrics and hooks; its arrays are expired tracers.
         loss: The metric of the mean loss, for EVAL mode.
     """
 
@@ -50,8 +55,7 @@ class EstimatorModel:
         self._seed = seed
         self._updates: list[tuple[keras.Optimizer, list[keras.Variable]]] = []
         self.is_built = False
-        # With parameter servers, which hold the optimizer state, each worker trains at
-        # its own pace.
+        # Parameter servers hold the optimizer state; workers train at their own pace.
         self.is_asynchronous = isinstance(strategy, rx.ParameterServerStrategy)
         with strategy.scope():
             self.global_step = keras.Variable(
@@ -75,14 +79,14 @@ class EstimatorModel:
 
     def _create_variables(self, features: Features, labels: Labels) -> None:
         spec = self._call(features, labels, writes=False)
-        if not hasattr(self, "spec"):  # Keep the layers of the variables.
+        if not hasattr(self, "spec"):  # Keep the first spec, whose layers live on.
             self.spec = spec
 
     def _call(
         self, features: Features, labels: Labels, *, writes: bool = True
     ) -> EstimatorSpec:
         with (
-            stepping(self.global_step),
+            global_step_context(self.global_step),
             made_alike(self._seed),
             self._store.reuse(writes=writes),
         ):
@@ -106,8 +110,8 @@ class EstimatorModel:
             trained = trainable if op.variables is None else list(op.variables)
             if not trained:
                 raise ValueError(
-                    "model_fn: there is nothing to train: it made no trainable "
-                    "variables."
+                    "model_fn: no trainable variables were created, so there is "
+                    "nothing to train."
                 )
             with self.strategy.scope():
                 op.optimizer.build(trained)
@@ -121,7 +125,7 @@ class EstimatorModel:
         return dict(self.spec.eval_metric_ops or {})
 
     def variables(self) -> dict[str, keras.Variable]:
-        """The variables of a checkpoint by name, without metrics and learning rates."""
+        """Return a checkpoint's variables by name: no metrics and no learning rates."""
         of_metrics = {id(v) for m in self.metrics.values() for v in m.variables}
         state = [v for op in self.spec.train_ops for v in op.optimizer.variables]
         named: dict[str, keras.Variable] = {}
@@ -136,7 +140,7 @@ class EstimatorModel:
         return named
 
     def is_optimizer_state(self, variable: keras.Variable) -> bool:
-        """Whether `optimizer.build` has created a variable, such as a momentum."""
+        """Whether an optimizer has created this variable, such as a momentum."""
         return all(variable is not other for other in self._store.variables)
 
     def finalize(self) -> None:
@@ -145,8 +149,8 @@ class EstimatorModel:
             for optimizer, trained in self._updates:
                 optimizer.finalize_variable_values(trained)
 
-    def steps_of_updates(self) -> int:
-        """The optimizer's count of the updates of all workers."""
+    def num_updates(self) -> int:
+        """Return the optimizer's count of the updates of all workers."""
         return int(np.asarray(self._updates[0][0].iterations))
 
     def step(
@@ -154,18 +158,18 @@ class EstimatorModel:
     ) -> dict[str, rx.PerReplica]:
         """Train on one batch per replica, or in EVAL mode update the metrics.
 
-        Returns the loss and, if `watched`, the arrays that hooks can fetch.
+        Returns the loss and, if hooks watch the step, the arrays that they can fetch.
         """
         step = self._train_step if self.mode == ModeKeys.TRAIN else self._eval_step
         return self.strategy.run(step, (features, labels, watched))
 
     def results(self) -> dict[str, Any]:
-        """The metrics' results and the mean `loss`, on the host."""
+        """Return the metrics' results and the mean `loss`, on the host."""
         results = self.strategy.run(self._result_step)
         return {name: first_replica(result) for name, result in results.items()}
 
     def predict(self, features: Features) -> Predictions:
-        """The first replica's predictions for its batch, on the host."""
+        """Return the first replica's predictions for its batch, on the host."""
         return first_replica(self.strategy.run(self._predict_step, (features,)))
 
     def _train_step(self, features: Features, labels: Labels, watched: bool) -> Arrays:
@@ -218,7 +222,7 @@ class EstimatorModel:
     def prediction_of(
         self, values: Mapping[str, jax.Array], features: Features
     ) -> EstimatorSpec:
-        """Call the model with these values of `variables()`; changes no variable."""
+        """Call the model with these values in place of those of `variables()`."""
         variables = self.variables()
         mapping = [(variables[name], value) for name, value in values.items()]
         with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):

@@ -1,6 +1,9 @@
 """Predicts with an estimator's checkpoint, batch by batch or example by example."""
 
+import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+
+import jax
 
 from replicax_estimator.hooks import SessionRunHook
 from replicax_estimator.model import EstimatorModel
@@ -18,26 +21,21 @@ def predictions(
 ) -> Generator[Predictions]:
     """Yield predictions batch by batch, as arrays `[b, ...]` on the host.
 
-    The spec's hooks begin after the model is restored, and are appended to `hooks`.
+    Hooks of the model's spec begin in the first step, and are appended to `hooks`.
     """
-    steps = source.steps(model.strategy)
-    try:
-        is_restored = False
-        for features, labels in steps:
-            if not is_restored:
+    with contextlib.closing(source.steps(model.strategy)) as steps:
+        for number, (features, labels) in enumerate(steps):
+            if number == 0:
                 model.build(features, labels)
                 restore(model)
                 for hook in model.spec.hooks():
                     hook.begin()
                     hooks.append(hook)
-                is_restored = True
             yield model.predict(features)
-    finally:
-        steps.close()
 
 
 def select(batch: Predictions, keys: Sequence[str] | None) -> Predictions:
-    """Select predictions by key; None: all."""
+    """Select predictions by key; None: all of them."""
     if keys is None:
         return batch
     names = sorted(batch) if isinstance(batch, Mapping) else []
@@ -60,7 +58,4 @@ def examples_of(batch: Predictions) -> Generator[Predictions]:
             "yield_single_examples=False for whole batches."
         )
     for i in range(next(iter(sizes))[0]):
-        if isinstance(batch, Mapping):
-            yield {name: x[i] for name, x in batch.items()}
-        else:
-            yield batch[i]
+        yield jax.tree.map(lambda x, i=i: x[i], batch)

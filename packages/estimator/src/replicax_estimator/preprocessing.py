@@ -36,8 +36,8 @@ _NUM_SHOWN = 5
 class Preprocessor:
     """Converts a canned estimator's batches of `b` examples to arrays of numbers.
 
-    A model that needs no feature gets `ROWS`. `n_classes` is None for regression. The
-    features named by `in_program` are not converted.
+    A model without columns gets the input `ROWS`. `n_classes` is None for regression.
+    The features named in `in_program` pass unchanged: the program transforms them.
     """
 
     columns: tuple[Column, ...]
@@ -51,14 +51,14 @@ class Preprocessor:
         require_count(self.label_dimension, "label_dimension")
         if self.n_classes is not None:
             require_count(self.n_classes, "n_classes", 2)
-        words = self.label_vocabulary
-        if words is None:
+        names = self.label_vocabulary
+        if names is None:
             return
-        are_strings = all(isinstance(word, str) for word in words)
-        if not are_strings or not len(set(words)) == len(words) == self.n_classes:
+        are_strings = all(isinstance(name, str) for name in names)
+        if not are_strings or not len(set(names)) == len(names) == self.n_classes:
             raise ValueError(
                 f"label_vocabulary: must have n_classes={self.n_classes} different "
-                f"strings; got {words[:_NUM_SHOWN]}."
+                f"strings; got {names[:_NUM_SHOWN]}."
             )
 
     def prepare(
@@ -68,7 +68,7 @@ class Preprocessor:
 
         Labels `[b]`, `[b, 1]` or `[b, label_dimension]` become `float32[b,
         label_dimension]` for regression, `float32[b, 1]` for two classes, `int32[b, 1]`
-        for more. They are None for prediction, which needs no weights either.
+        for more. For prediction labels are None, and weights are not needed.
         """
         arrays = {name: np.asarray(features[name]) for name in self.in_program}
         if self.columns:
@@ -111,7 +111,7 @@ class Preprocessor:
 
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
-        return {word: i for i, word in enumerate(self.label_vocabulary or ())}
+        return {name: i for i, name in enumerate(self.label_vocabulary or ())}
 
     def _weights(
         self, column: NumericColumn, features: Features
@@ -122,7 +122,7 @@ class Preprocessor:
         if wrong.size:
             raise ValueError(
                 f"weight_column {column.key!r}: weights must not be negative or NaN; "
-                f"got {wrong[0]}. Give 0 to examples that are not to count."
+                f"got {wrong[0]}. Use 0 to ignore an example."
             )
         return arrays
 
@@ -141,8 +141,10 @@ class Preprocessor:
                 f"labels: must have the shape [b, {size}], or [b] for size 1; got "
                 f"{list(array.shape)}. A regressor has label_dimension=..."
             )
+        # Labels of two classes may be probabilities.
+        dtype = "float32" if (self.n_classes or 2) == 2 else "int32"
         if self.label_vocabulary is not None:
-            return self._class_ids(array).astype(self._label_dtype)
+            return self._class_ids(array).astype(dtype)
         is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
         if not is_number or array.dtype.kind == "c":
             raise TypeError(
@@ -151,12 +153,7 @@ class Preprocessor:
             )
         if self.n_classes is not None:
             self._require_ids(array)
-        return array.astype(self._label_dtype)
-
-    @property
-    def _label_dtype(self) -> str:
-        # Labels of two classes may be probabilities.
-        return "float32" if (self.n_classes or 2) == 2 else "int32"
+        return array.astype(dtype)
 
     def _require_ids(self, array: np.ndarray) -> None:
         last = (self.n_classes or 0) - 1
@@ -174,14 +171,15 @@ class Preprocessor:
             )
 
     def _class_ids(self, array: np.ndarray) -> np.ndarray:
-        words = [_decoded(value) for value in array.ravel().tolist()]
-        unknown = next((word for word in words if word not in self._ids), None)
+        names = [_decoded(value) for value in array.ravel().tolist()]
+        unknown = next((name for name in names if name not in self._ids), None)
         if unknown is not None:
             raise ValueError(
                 f"labels: {unknown!r} is not in the label_vocabulary, which begins "
-                f"with {list(self._ids)[:_NUM_SHOWN]}. Leave it out for ids."
+                f"with {list(self._ids)[:_NUM_SHOWN]}. Leave out label_vocabulary if "
+                "labels are ids."
             )
-        return np.array([self._ids[word] for word in words]).reshape(array.shape)
+        return np.array([self._ids[name] for name in names]).reshape(array.shape)
 
 
 def weight_column_of(weight_column: object) -> NumericColumn | None:
@@ -203,7 +201,7 @@ def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:
     """Serialize a preprocessor as JSON.
 
     A numeric column with a `normalizer_fn` becomes part of the program, which reads the
-    raw feature. ValueError: Another column contains a function.
+    raw feature. ValueError: A function is in another place, such as in a cross.
     """
     columns: list[JSONObject] = []
     in_program = list(preprocessor.in_program)
@@ -218,21 +216,21 @@ def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:
             in_program.append(column.key)
         else:
             columns.append(to_config(column))
-    words, classes = preprocessor.label_vocabulary, preprocessor.n_classes
+    n_classes = preprocessor.n_classes
     return {
         "columns": columns,
         "in_program": in_program,
-        "label_vocabulary": None if words is None else list(words),
-        "n_classes": None if classes is None else int(classes),
+        "label_vocabulary": preprocessor.label_vocabulary,
+        "n_classes": None if n_classes is None else int(n_classes),
     }
 
 
 def saved_preprocessor(config: JSONObject) -> Preprocessor:
     """Make the preprocessor of a saved model from a `preprocessor_config`."""
-    words = config["label_vocabulary"]
+    names = config["label_vocabulary"]
     return Preprocessor(
         columns=tuple(map(from_config, config["columns"])),
-        label_vocabulary=None if words is None else tuple(words),
+        label_vocabulary=None if names is None else tuple(names),
         n_classes=config["n_classes"],
         in_program=tuple(config["in_program"]),
     )

@@ -30,39 +30,31 @@ _Feature: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """Shape and dtype of an input or output of a signature.
+    """Shape and dtype of an input or output of a signature."""
 
-    Args:
-        shape: The shape with the batch dimension; None for a size that varies.
-        dtype: The dtype's name, such as `"float32"`, or `"string"`.
-    """
-
-    shape: tuple[int | None, ...]
-    dtype: str
+    shape: tuple[int | None, ...]  # With the batch dimension; None: any size.
+    dtype: str  # A name such as "float32", or "string".
 
     def __str__(self) -> str:
         sizes = ", ".join("b" if size is None else str(size) for size in self.shape)
         return f"{self.dtype}[{sizes}]"
 
     def in_program(self) -> "ArraySpec":
-        """The spec with JAX's canonical dtype: by default 32 bits in place of 64."""
+        """Return the spec with JAX's canonical dtype: by default 32 bits, not 64."""
         dtype = jax.dtypes.canonicalize_dtype(np.dtype(self.dtype))
         return dataclasses.replace(self, dtype=dtype.name)
 
-    def with_rows(self, rows: Any) -> tuple[Any, ...]:
-        """The shape for that number of rows, which may be a symbolic dimension."""
-        return tuple(rows if size is None else size for size in self.shape)
-
     def zeros(self, rows: int) -> np.ndarray:
-        """Make an array of zeros, or of `""` for strings."""
+        """Make an array of zeros (for strings, of `""`) with this number of rows."""
         dtype = "U1" if self.dtype == "string" else np.dtype(self.dtype)
-        return np.zeros(self.with_rows(rows), dtype)
+        shape = tuple(rows if size is None else size for size in self.shape)
+        return np.zeros(shape, dtype)
 
     def convert(self, value: ArrayLike, title: str) -> np.ndarray:
         """Convert a value to an array of this dtype; the program checks the shape.
 
-        Integers convert to floating point, and to integers of another width unless one
-        overflows.
+        Integers convert to floating point, and to integers of another width unless a
+        value overflows.
         """
         array = np.asarray(value)
         is_text = self.dtype == "string"
@@ -84,24 +76,23 @@ class ArraySpec:
 
 @dataclasses.dataclass(frozen=True)
 class ServingInputReceiver:
-    """The features of a serving signature; a `serving_input_receiver_fn` returns it.
+    """The result of a `serving_input_receiver_fn`: a saved model's features.
 
-    (TF: `tf.estimator.export.ServingInputReceiver`, without `receiver_tensors`, which
-    are for serialized examples.)
+    (TF: `tf.estimator.export.ServingInputReceiver`. There are no `receiver_tensors`,
+    which are for serialized examples.)
 
     Args:
         features: A feature, or a dict of features by name. A feature has a shape and a
             dtype, like a `keras.KerasTensor` or an array, or is a list of numbers or
             strings. Strings have the dtype `"string"`.
-        default_batch_size: The size of all batches; None: any size. This replaces the
+        default_batch_size: The size of all batches; None: any size. It replaces the
             first dimension of each feature's shape.
 
     Example:
-        >>> import keras, replicax as rx
-        >>> pixels = keras.KerasTensor((None, 8, 8), "float32")
-        >>> receiver = rx.estimator.ServingInputReceiver(pixels, default_batch_size=4)
-        >>> print(receiver.specs()["feature"])
-        float32[4, 8, 8]
+        >>> import replicax as rx
+        >>> receiver = rx.estimator.ServingInputReceiver({"x": [1, 2]})
+        >>> print(receiver.specs()["x"])
+        int64[b]
     """
 
     features: _Feature | Mapping[str, _Feature]
@@ -114,7 +105,7 @@ class ServingInputReceiver:
         self.specs()
 
     def specs(self) -> dict[str, ArraySpec]:
-        """The spec of each feature by name."""
+        """Return the spec of each feature by name."""
         features = self.features
         named = features if isinstance(features, Mapping) else {SINGLE: features}
         return {name: self._spec(name, value) for name, value in named.items()}
@@ -136,25 +127,17 @@ class ServingInputReceiver:
 def build_raw_serving_input_receiver_fn(
     features: _Feature | Mapping[str, _Feature], default_batch_size: int | None = None
 ) -> Callable[[], ServingInputReceiver]:
-    """Make a `serving_input_receiver_fn` for raw features.
+    """Make a function that returns a `ServingInputReceiver` with these arguments.
 
-    (TF: `tf.estimator.export.build_raw_serving_input_receiver_fn`.)
-
-    Arguments are those of `ServingInputReceiver`. The result is a function without
-    arguments, for `Estimator.export_saved_model`.
+    It is an argument of `Estimator.export_saved_model`. (TF:
+    `tf.estimator.export.build_raw_serving_input_receiver_fn`.)
 
     Example:
         >>> import keras, replicax as rx
-        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn({
-        ...     "age": keras.KerasTensor((None,), "float32"),
-        ...     "city": keras.KerasTensor((None,), "string"),
-        ...     "pixels": np.zeros((1, 8, 8), "uint8"),
-        ... })
-        >>> for name, spec in receiver_fn().specs().items():
-        ...     print(name, spec)
-        age float32[b]
-        city string[b]
-        pixels uint8[b, 8, 8]
+        >>> features = {"city": ["Ulm"], "pixels": keras.KerasTensor((None, 8, 8))}
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(features)
+        >>> {name: str(spec) for name, spec in receiver_fn().specs().items()}
+        {'city': 'string[b]', 'pixels': 'float32[b, 8, 8]'}
     """
     receiver = ServingInputReceiver(features, default_batch_size)
     return lambda: receiver

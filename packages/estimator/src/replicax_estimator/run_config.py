@@ -21,8 +21,8 @@ class RunConfig:
     """An estimator's strategies, checkpoint intervals and seed.
 
     Args:
-        model_dir: Folder of checkpoints, evaluations and exports, if it is no argument
-            of the estimator. None: a new temporary folder.
+        model_dir: Folder of checkpoints, evaluations and exports, unless the estimator
+            has the argument `model_dir`. None: a new temporary folder.
         train_distribute: The strategy that trains; None: one device.
         eval_distribute: The strategy that evaluates; None: one device.
         save_checkpoints_steps: Training steps between two checkpoints.
@@ -31,17 +31,14 @@ class RunConfig:
         keep_checkpoint_max: Number of checkpoints to keep; None or 0: all.
         tf_random_seed: Seed of initial weights and of dropout. None: drawn from
             Python's random numbers.
-        log_step_count_steps: Steps between two log lines with the loss and steps/s, and
-            between two checks for NaN; None: never.
+        log_step_count_steps: Steps between two log lines with the loss and the speed,
+            and between two checks for NaN; None: never.
         restore_input: Whether an interrupted training continues its input from the
-            position of its last checkpoint. The data must come in the same order.
+            position of its last checkpoint, which requires the same order of the data.
 
     Example:
         >>> import replicax as rx
-        >>> strategy = rx.MirroredStrategy()
-        >>> config = rx.estimator.RunConfig(
-        ...     train_distribute=strategy, eval_distribute=strategy
-        ... )
+        >>> config = rx.estimator.RunConfig(train_distribute=rx.MirroredStrategy())
         >>> config.save_checkpoints_secs
         600.0
     """
@@ -71,7 +68,7 @@ class RunConfig:
             require_count(self.keep_checkpoint_max, "RunConfig: keep_checkpoint_max", 0)
 
     def replace(self, **changes: Any) -> "RunConfig":
-        """A copy with other values."""
+        """Return a copy with other values; a new save interval replaces the old one."""
         steps, seconds = "save_checkpoints_steps", "save_checkpoints_secs"
         for interval, other in ((steps, seconds), (seconds, steps)):
             if changes.get(interval) and other not in changes:
@@ -108,11 +105,11 @@ class RunConfig:
         return self.task_type != "evaluator" and self.training_strategy().is_chief
 
     def training_strategy(self) -> rx.Strategy:
-        """The strategy that trains."""
+        """Return the strategy that trains."""
         return self.train_distribute or one_device()
 
     def evaluating_strategy(self) -> rx.Strategy:
-        """The strategy that evaluates."""
+        """Return the strategy that evaluates."""
         return self.eval_distribute or one_device()
 
 

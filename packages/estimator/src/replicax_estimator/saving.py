@@ -29,15 +29,10 @@ _VARIABLES = "variables/"
 
 
 class InputPosition:
-    """A training's position in its input, as part of its checkpoints.
-
-    Attributes:
-        num_steps: Steps since the input began; 0 after a training that was not
-            interrupted.
-    """
+    """A training's position in its input, as part of its checkpoints."""
 
     def __init__(self, num_replicas: int) -> None:
-        self.num_steps = 0
+        self.num_steps = 0  # Since the input began; 0 when a training has ended.
         self._num_replicas = num_replicas
 
     def get_state(self) -> dict[str, int]:
@@ -70,7 +65,7 @@ class _TrainingState(rx.Checkpoint):
                 if model.is_optimizer_state(variable)
             ]
             if status.missing and sorted(status.missing) == sorted(state):
-                # Checkpoints of trainings with parameter servers have no such state.
+                # Parameter servers keep this state: their checkpoints lack it.
                 _logger.warning(
                     "Estimator: %s has no optimizer state; it starts from zero.", path
                 )
@@ -136,7 +131,7 @@ class Saver:
         return True
 
     def close(self, *, finished: bool = False) -> None:
-        """Wait for the last save; `finished` marks the folder for evaluators."""
+        """Wait for the last save; `finished` tells evaluators that none follows."""
         if not self._saves:
             return
         if finished:
@@ -152,8 +147,8 @@ def restore_for_evaluation(
 ) -> str:
     """Restore the checkpoint at `find_path()` for evaluation; return its path.
 
-    If another process deletes the checkpoint, find and restore the next one. If there
-    is none, call `initialize` and return "". Optimizer state is not restored.
+    If another process deletes the checkpoint, restore the next one. If there is none,
+    call `initialize` and return "". Optimizer state is not restored.
     """
     checkpoint = rx.Checkpoint(
         variables=model.variables(), global_step=model.global_step
@@ -173,18 +168,10 @@ def restore_for_evaluation(
 
 def saved_variables(path: str) -> dict[str, np.ndarray]:
     """Read the variables in a checkpoint by name, with `global_step`."""
-    contents = storage.read(Path(path))
-    return {
-        **_variables_in(contents),
-        "global_step": contents.arrays["global_step"],
-    }
-
-
-def _variables_in(contents: storage.Contents) -> dict[str, np.ndarray]:
     return {
         name.removeprefix(_VARIABLES): array
-        for name, array in contents.arrays.items()
-        if name.startswith(_VARIABLES)
+        for name, array in storage.read(Path(path)).arrays.items()
+        if name.startswith(_VARIABLES) or name == "global_step"
     }
 
 
@@ -201,8 +188,8 @@ def warm_start(
     names = [name for name in own if name in values]
     if not names:
         raise rx.CheckpointError(
-            f"Estimator: warm_start_from={path!r} does not fit the model: it has "
-            f"{sorted(values)}, the model {sorted(own)}."
+            f"Estimator: warm_start_from={path!r} does not fit the model: the "
+            f"checkpoint contains {sorted(values)}, the model {sorted(own)}."
         )
     for name in names:
         own[name].assign(values[name])

@@ -20,34 +20,25 @@ __all__ = [
     "ModeKeys",
     "TrainOp",
     "get_global_step",
+    "global_step_context",
     "minimize",
     "num_active",
-    "stepping",
 ]
 
 
 class ModeKeys(enum.StrEnum):
-    """The mode in which a `model_fn` is called.
-
-    Members compare equal to their strings: `"train"`, `"eval"`, `"infer"`.
-    (TF: `tf.estimator.ModeKeys`.)
-
-    Attributes:
-        TRAIN: The call is for `Estimator.train`.
-        EVAL: For `Estimator.evaluate`.
-        PREDICT: For `Estimator.predict` and `export_saved_model`, without labels.
+    """The mode in which a `model_fn` is called (TF: `tf.estimator.ModeKeys`).
 
     Example:
         >>> import replicax as rx
-        >>> def dropout_rate(mode):
-        ...     return 0.5 if mode == rx.estimator.ModeKeys.TRAIN else 0.0
-        >>> dropout_rate("train"), dropout_rate(rx.estimator.ModeKeys.PREDICT)
-        (0.5, 0.0)
+        >>> "train" == rx.estimator.ModeKeys.TRAIN
+        True
     """
 
     TRAIN = "train"
     EVAL = "eval"
     PREDICT = "infer"
+    """For `Estimator.predict` and `export_saved_model`, without labels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,25 +57,21 @@ def minimize(
 ) -> TrainOp:
     """Make the `train_op` with which an optimizer minimizes a loss.
 
-    (TF: `tf.compat.v1.train.Optimizer.minimize`.) The estimator computes gradients,
-    averages them over the replicas, applies them and counts the global step.
+    The estimator computes gradients, averages them over the replicas, applies them and
+    counts the global step. (TF: `tf.compat.v1.train.Optimizer.minimize`.)
 
     Args:
         optimizer: A Keras optimizer that the `model_fn` has made.
         loss: This replica's scalar loss, the same as the spec's.
-        var_list: Variables to train; None: all trainable ones of the `model_fn`.
+        var_list: Variables to train; None: all trainable variables of the `model_fn`.
 
     Returns:
         A value for `EstimatorSpec(train_op=...)`, which may also be a list of such
         values for several optimizers.
 
-    Raises:
-        TypeError: If `optimizer` is no Keras optimizer.
-
     Example:
-        >>> op = minimize(keras.optimizers.SGD(0.1), loss=0.5)
-        >>> type(op.optimizer).__name__, op.loss
-        ('SGD', 0.5)
+        >>> minimize(keras.optimizers.SGD(0.1), loss=0.5).loss
+        0.5
     """
     require_instance(optimizer, keras.optimizers.Optimizer, "minimize: optimizer")
     return TrainOp(optimizer, loss, None if var_list is None else tuple(var_list))
@@ -105,24 +92,19 @@ class EstimatorSpec:
         eval_metric_ops: Keras metrics by name that the `model_fn` has made and updated.
         export_outputs: Other predictions to export, by signature name; defaults to the
             predictions as `"serving_default"`.
-        training_hooks: Hooks of the training.
-        evaluation_hooks: Hooks of the evaluation.
-        prediction_hooks: Hooks of the prediction.
+        training_hooks: Hooks in TRAIN mode.
+        evaluation_hooks: Hooks in EVAL mode.
+        prediction_hooks: Hooks in PREDICT mode.
         optimizer: Trains all trainable variables, in place of `train_op`.
-
-    Raises:
-        ValueError: If a value that the mode needs is missing, or given twice.
-        TypeError: If a value is of the wrong kind.
 
     Example:
         >>> import keras, replicax as rx
         >>> def model_fn(features, labels, mode):
         ...     logits = keras.layers.Dense(1)(features["x"])
         ...     loss = keras.ops.mean((logits[:, 0] - labels) ** 2)
-        ...     optimizer = keras.optimizers.SGD(0.1)
-        ...     return rx.estimator.EstimatorSpec(
-        ...         mode, predictions=logits, loss=loss, optimizer=optimizer
-        ...     )
+        ...     sgd = keras.optimizers.SGD(0.1)
+        ...     return rx.estimator.EstimatorSpec(mode, logits, loss, optimizer=sgd)
+        >>> estimator = rx.estimator.Estimator(model_fn)
     """
 
     mode: str
@@ -138,32 +120,27 @@ class EstimatorSpec:
 
     def __post_init__(self) -> None:
         require_choice(self.mode, [str(m) for m in ModeKeys], "EstimatorSpec: mode")
-        if self.mode == ModeKeys.PREDICT and self.predictions is None:
-            raise self._missing("predictions")
-        if self.mode != ModeKeys.PREDICT and self.loss is None:
-            raise self._missing("loss")
-        if self.mode == ModeKeys.TRAIN and self.train_op is self.optimizer is None:
-            raise self._missing("optimizer, or train_op")
+        needed = {"loss": self.loss}
+        if self.mode == ModeKeys.PREDICT:
+            needed = {"predictions": self.predictions}
+        elif self.mode == ModeKeys.TRAIN:
+            needed["optimizer, or train_op"] = self.optimizer or self.train_op
+        for name, value in needed.items():
+            if value is None:
+                raise ValueError(
+                    f"EstimatorSpec: {name} is needed in mode {str(self.mode)!r}, and "
+                    "is None."
+                )
         if self.train_op is not None and self.optimizer is not None:
             raise ValueError(
                 "EstimatorSpec: got both train_op and optimizer. Give one of them; "
                 "optimizer=x means train_op=minimize(x, loss)."
             )
-        shape = tuple(getattr(self.loss, "shape", ()))
-        if shape not in ((), (1,)):  # As in tf.estimator.
-            raise ValueError(
-                "EstimatorSpec: loss must be a scalar; got shape "
-                f"{shape}. Take the mean over the examples."
-            )
-        self._check_metrics()
-        self._check_train_ops()
-
-    def _check_metrics(self) -> None:
         for name, metric in (self.eval_metric_ops or {}).items():
             if name in ("loss", "global_step"):
                 raise ValueError(
                     f"EstimatorSpec: eval_metric_ops has the name {name!r}, which "
-                    "evaluate returns for every model. Choose another."
+                    "evaluate returns for every model. Choose another name."
                 )
             require_instance(
                 metric,
@@ -173,24 +150,27 @@ class EstimatorSpec:
                 "labels, predictions) in the model_fn.",
             )
 
-    def _check_train_ops(self) -> None:
         for op in self.train_ops:
-            require_instance(
-                op,
-                TrainOp,
-                "EstimatorSpec: train_op",
-                "Call rx.estimator.minimize(optimizer, loss), or give optimizer=...",
+            remedy = (
+                "Call rx.estimator.minimize(optimizer, loss), or give optimizer=..."
             )
+            require_instance(op, TrainOp, "EstimatorSpec: train_op", remedy)
             if op.loss is not self.loss:
                 raise ValueError(
-                    "EstimatorSpec: a train_op has another loss than the spec. All "
-                    "must have the same loss; for several losses write the step "
-                    "yourself and call strategy.run."
+                    "EstimatorSpec: a train_op has another loss than the spec. Give "
+                    "all the same loss; for several losses write the step yourself "
+                    "and call strategy.run."
                 )
 
     @property
     def scalar_loss(self) -> Tensor:
         """The loss as `float32[]`."""
+        shape = tuple(getattr(self.loss, "shape", ()))
+        if shape not in ((), (1,)):  # As in tf.estimator.
+            raise ValueError(
+                f"EstimatorSpec: loss must be a scalar; got shape {shape}. Take the "
+                "mean over the examples."
+            )
         return keras.ops.reshape(self.loss, ())
 
     @property
@@ -202,7 +182,7 @@ class EstimatorSpec:
             return []
         if isinstance(self.train_op, list | tuple):
             return list(self.train_op)
-        return [cast(TrainOp, self.train_op)]  # `_check_train_ops` checks the type.
+        return [cast(TrainOp, self.train_op)]  # `__post_init__` checks the type.
 
     def hooks(self) -> list[SessionRunHook]:
         """The hooks of this spec's mode."""
@@ -213,14 +193,9 @@ class EstimatorSpec:
         }
         return list(by_mode[ModeKeys(self.mode)] or ())
 
-    def _missing(self, what: str) -> ValueError:
-        return ValueError(
-            f"EstimatorSpec: {what} is needed in mode {str(self.mode)!r}, and is None."
-        )
-
 
 def num_active() -> jax.Array:
-    """Count the replicas that have examples in this step, in a replica function."""
+    """Count, in a replica function, the replicas that have examples in this step."""
     return rx.get_replica_context().all_reduce("sum", 1.0)
 
 
@@ -232,8 +207,8 @@ _local = _CurrentStep()
 
 
 @contextlib.contextmanager
-def stepping(variable: keras.Variable) -> Iterator[None]:
-    """Make `get_global_step()` return the value of `variable` while open."""
+def global_step_context(variable: keras.Variable) -> Iterator[None]:
+    """A context in which `get_global_step()` returns the value of `variable`."""
     outer, _local.global_step = _local.global_step, variable
     try:
         yield
@@ -244,24 +219,17 @@ def stepping(variable: keras.Variable) -> Iterator[None]:
 def get_global_step() -> jax.Array:
     """Return the number of training steps so far, `int32[]`, inside a `model_fn`.
 
-    (TF: `tf.compat.v1.train.get_global_step`.)
-
-    Raises:
-        ContextError: Outside a `model_fn`.
+    Outside a `model_fn` it raises ContextError. (TF:
+    `tf.compat.v1.train.get_global_step`.)
 
     Example:
         >>> import keras, replicax as rx
         >>> def warm_up(loss):  # For a model_fn.
         ...     return loss * keras.ops.minimum(rx.estimator.get_global_step() / 100, 1)
-        >>> try:
-        ...     warm_up(0.5)
-        ... except rx.ContextError as error:
-        ...     print(str(error).partition(".")[0])
-        get_global_step: called outside a model_fn
     """
     if _local.global_step is None:
         raise rx.ContextError(
-            "get_global_step: called outside a model_fn. Outside, read "
+            "get_global_step: called outside a model_fn. There, call "
             "estimator.get_variable_value('global_step')."
         )
     return _local.global_step.value

@@ -214,7 +214,7 @@ class Training(Loop):
         tensors = super()._step(features, labels)
         self._position.num_steps += 1
         if model.is_asynchronous:  # The step counts the updates of all workers.
-            self.global_step = model.steps_of_updates()
+            self.global_step = model.num_updates()
             model.global_step.assign(self.global_step)
         else:
             self.global_step += 1

@@ -31,19 +31,13 @@ _logger = logging.getLogger("replicax")
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """Arguments of the training by `train_and_evaluate`.
-
-    (TF: `tf.estimator.TrainSpec`.)
+    """Arguments of the training by `train_and_evaluate` (TF: `tf.estimator.TrainSpec`).
 
     Args:
         input_fn: As for `Estimator.train`.
         max_steps: The global step to end at; None: until the input ends.
         hooks: `SessionRunHook`s, on all workers.
         saving_listeners: `CheckpointSaverListener`s.
-
-    Raises:
-        TypeError: If `input_fn` is not callable.
-        ValueError: If `max_steps` is less than 1.
 
     Example:
         >>> import replicax as rx
@@ -77,10 +71,6 @@ class EvalSpec:
         throttle_secs: Least number of seconds between two evaluations.
         timeouts: An evaluator waits `timeouts.checkpoint` for a new checkpoint.
             Defaults to `rx.Timeouts()`.
-
-    Raises:
-        TypeError: If `input_fn` is not callable.
-        ValueError: If `steps` is less than 1, or exporters have the same name.
 
     Example:
         >>> import replicax as rx
@@ -129,7 +119,6 @@ def train_and_evaluate(
         results for it; else None.
 
     Raises:
-        ValueError: If the strategy or the model_dir does not fit the cluster.
         CheckpointError: In an evaluator, if no new checkpoint comes in time.
 
     Example:

@@ -83,8 +83,8 @@ def test_wrong_categories(raw, error, match) -> None:
             TypeError,
             "dtype must be 'string' or one of integers",
         ),
-        (lambda: vocabulary([]), ValueError, "must not be empty"),
-        (lambda: vocabulary(["a", "b", "a"]), ValueError, "got 'a' again"),
+        (lambda: vocabulary([]), ValueError, r"one or more values.*got \(\)"),
+        (lambda: vocabulary(["a", "b", "a"]), ValueError, "each once; got .*'b', 'a'"),
         (lambda: vocabulary(["a", 1]), TypeError, "all strings or all integers"),
         (lambda: vocabulary([0.5]), TypeError, "all strings or all integers"),
         (lambda: vocabulary(dtype="int64"), TypeError, "does not fit"),
@@ -188,11 +188,6 @@ def test_weights() -> None:
             lambda: fc.weighted_categorical_column(fc.numeric_column("x"), "w"),
             TypeError,
             "categorical_column must be a CategoricalColumn",
-        ),
-        (
-            lambda: fc.weighted_categorical_column(vocabulary(), "w", "string"),
-            TypeError,
-            "dtype must be one of real numbers",
         ),
         (
             lambda: fc.features_of(

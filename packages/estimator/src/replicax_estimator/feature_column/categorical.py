@@ -23,7 +23,6 @@ from replicax_estimator.feature_column.raw import (
     is_missing,
     read_categories,
     read_numbers,
-    real_dtype_name,
     require_kind,
 )
 
@@ -81,12 +80,12 @@ class IdentityColumn(SingleFeature, CategoricalColumn):
 def categorical_column_with_identity(
     key: str, num_buckets: int, default_value: int | None = None
 ) -> IdentityColumn:
-    """A categorical column of integers that are ids already.
+    """Make a categorical column of integers that are ids already.
 
     Args:
         key: Name of the feature, integers `[B]` or `[B, k]`; -1 is missing.
         num_buckets: Number of ids, from 0 to `num_buckets - 1`.
-        default_value: The id for integers out of range. None: they are an error.
+        default_value: The id for integers out of range. None: raise an error.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -103,7 +102,6 @@ class WeightedColumn(CategoricalColumn):
 
     categorical_column: CategoricalColumn
     weight_feature_key: str
-    dtype: str
 
     def __post_init__(self) -> None:
         what = "weighted_categorical_column: categorical_column"
@@ -155,26 +153,23 @@ def weighted_categorical_column(
     weight_feature_key: str,
     dtype: DTypeLike = "float32",
 ) -> WeightedColumn:
-    """A categorical column whose ids have weights.
+    """Make a categorical column whose ids have weights.
 
     Args:
         categorical_column: Any categorical column without weights.
         weight_feature_key: Name of the feature with the weights, numbers in the shape
             of the ids.
-        dtype: A dtype of real numbers. Weights always become float32.
+        dtype: Ignored: weights always become float32.
 
     Example:
         >>> from replicax import feature_column as fc
         >>> tags = fc.categorical_column_with_identity("tags", 3)
-        >>> rated = fc.weighted_categorical_column(tags, "ratings")
-        >>> features = {"tags": [[0, 2]], "ratings": [[0.5, 2.0]]}
-        >>> fc.input_layer(features, [fc.indicator_column(rated)]).tolist()
-        [[0.5, 0.0, 2.0]]
+        >>> column = fc.weighted_categorical_column(tags, "ratings")
+        >>> column.name
+        'tags_weighted_by_ratings'
     """
-    name = real_dtype_name(
-        dtype, f"weighted_categorical_column({weight_feature_key!r})"
-    )
-    return WeightedColumn(categorical_column, weight_feature_key, name)
+    del dtype
+    return WeightedColumn(categorical_column, weight_feature_key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,13 +185,10 @@ class VocabularyColumn(SingleFeature, CategoricalColumn):
     def __post_init__(self) -> None:
         require_instance(self.key, str, "categorical_column_with_vocabulary_list: key")
         words = self.vocabulary_list
-        if not words:
-            raise ValueError(f"{self.title}: the vocabulary must not be empty.")
-        if len(self._places) < len(words):
-            twice = next(w for i, w in enumerate(words) if self._places[w] != i)
+        if not words or len(self._positions) < len(words):
             raise ValueError(
-                f"{self.title}: the vocabulary must have each value once; got "
-                f"{twice!r} again."
+                f"{self.title}: the vocabulary must have one or more values, each once;"
+                f" got {words[:10]!r}{', ...' if len(words) > 10 else ''}."
             )
         if self.num_oov_buckets:
             require_count(self.num_oov_buckets, f"{self.title}: num_oov_buckets")
@@ -220,9 +212,8 @@ class VocabularyColumn(SingleFeature, CategoricalColumn):
         """See the base class."""
         values = read_categories(features, self.key, self.title)
         require_kind(values, self.dtype, self.key, self.title)
-        place = self._places.get
-        places = [place(value, -1) for value in values.ravel().tolist()]
-        ids = np.array(places, "int32").reshape(values.shape)
+        listed = [self._positions.get(value, -1) for value in values.ravel().tolist()]
+        ids = np.array(listed, "int32").reshape(values.shape)
         missing = is_missing(values)
         is_unknown = (ids < 0) & ~missing
         if self.num_oov_buckets and is_unknown.any():
@@ -234,8 +225,8 @@ class VocabularyColumn(SingleFeature, CategoricalColumn):
         return ids
 
     @functools.cached_property
-    def _places(self) -> dict[str | int, int]:
-        return {word: place for place, word in enumerate(self.vocabulary_list)}
+    def _positions(self) -> dict[str | int, int]:
+        return {word: i for i, word in enumerate(self.vocabulary_list)}
 
 
 def categorical_column_with_vocabulary_list(
@@ -245,20 +236,15 @@ def categorical_column_with_vocabulary_list(
     default_value: int = -1,
     num_oov_buckets: int = 0,
 ) -> VocabularyColumn:
-    """A categorical column whose ids are indices in a list.
+    """Make a categorical column whose ids are positions in a list.
 
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
         vocabulary_list: Strings or integers, each once; the first has id 0.
         dtype: `"string"` or an integer dtype. None: the list's.
-        default_value: The id of values outside the list; -1: they are left out.
+        default_value: The id of values outside the list; -1: ignore them.
         num_oov_buckets: Number of hash buckets for values outside the list; their ids
             follow those of the list. (The hash is not TF's.)
-
-    Raises:
-        ValueError: If the list is empty or has a value twice, the default is out of
-            range, or both a default and buckets are given.
-        TypeError: If values are neither strings nor integers.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -293,21 +279,17 @@ def categorical_column_with_vocabulary_file(
     default_value: int | None = None,
     num_oov_buckets: int = 0,
 ) -> VocabularyColumn:
-    r"""A categorical column whose ids are line numbers in a UTF-8 text file.
+    r"""Make a categorical column whose ids are line numbers in a UTF-8 text file.
 
-    This function reads the file; the column contains the words.
+    The column contains the lines: nothing reads the file again.
 
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
         vocabulary_file: A file with one value in each line.
-        vocabulary_size: Number of lines to use. None: all.
+        vocabulary_size: Number of lines to use. None: all lines.
         dtype: `"string"`, or an integer dtype.
         default_value: As for a list; None is -1.
         num_oov_buckets: As for a list.
-
-    Raises:
-        ValueError: If the file has fewer lines than `vocabulary_size`, or a line is no
-            integer with an integer `dtype`.
 
     Example:
         >>> import pathlib, tempfile

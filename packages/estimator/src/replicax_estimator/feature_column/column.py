@@ -1,8 +1,9 @@
 """Base classes of feature columns, and the transformation of a batch.
 
-A JAX program cannot hold strings, so a column has two halves. On the host `transform`
-converts raw features to arrays of numbers. In the program `dense` or `ids` converts
-these arrays to a model's input. Shapes: `B` rows, `k` values in a row.
+On the host `Column.transform` converts raw features to arrays of numbers. In the
+program `dense` or `ids` converts these arrays to a model's input. The host of a column
+is the column whose `transform` it uses: itself, or the column that it encodes. Shapes:
+`B` rows, `k` values in a row.
 """
 
 import abc
@@ -58,18 +59,13 @@ def variable_name(name: str) -> str:
 class Column(abc.ABC):
     """Base class of feature columns, which are frozen, hashable values.
 
-    A column whose `host` is another column uses that column's outputs.
-
     Attributes:
-        is_traceable: Whether `transform` also takes JAX's traced arrays.
+        is_traceable: Whether `transform` also accepts traced arrays of JAX.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> age = rx.feature_column.numeric_column("age")
-        >>> isinstance(age, rx.feature_column.Column), age.name, age.keys
-        (True, 'age', ('age',))
-        >>> arrays = age.transform({"age": np.array([31, 47])})
-        >>> [x.tolist() for x in arrays.values()]
+        >>> from replicax import feature_column as fc
+        >>> age = fc.numeric_column("age")
+        >>> [array.tolist() for array in age.transform({"age": [31, 47]}).values()]
         [[[31.0], [47.0]]]
     """
 
@@ -87,7 +83,7 @@ class Column(abc.ABC):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the raw features that the column reads."""
+        """Names of the raw features that the host reads."""
         return self.host.keys
 
     @property
@@ -96,18 +92,7 @@ class Column(abc.ABC):
         return self.host.outputs
 
     def transform(self, features: RawFeatures) -> Mapping[str, Array]:
-        """Convert raw features to arrays of numbers: the host half.
-
-        Args:
-            features: Raw features by name, each `[B]` or `[B, k]`.
-
-        Returns:
-            The arrays by `outputs`, each with B rows.
-
-        Raises:
-            ValueError: If a feature is missing, or its shape or a value is wrong.
-            TypeError: If a feature's dtype is wrong.
-        """
+        """Convert raw features, on the host, to arrays with B rows by `outputs`."""
         return self.host.transform(features)
 
     @property
@@ -121,7 +106,7 @@ class Column(abc.ABC):
 
     @functools.cached_property
     def _mark(self) -> str:
-        # Different columns of one key have the same name, but different attributes.
+        # Two columns of one feature have the same name, but different attributes.
         text = _described(self).encode()
         return hashlib.blake2b(text, digest_size=3).hexdigest()
 
@@ -150,25 +135,21 @@ class DenseColumn(Column):
     """Base class of columns that can be input of a dense layer.
 
     Example:
-        >>> import replicax as rx
-        >>> words = rx.feature_column.categorical_column_with_identity("word", 1000)
-        >>> column = rx.feature_column.embedding_column(words, dimension=8)
-        >>> isinstance(column, rx.feature_column.DenseColumn), column.variable_shape
-        (True, (8,))
+        >>> from replicax import feature_column as fc
+        >>> fc.numeric_column("position", shape=3).variable_shape
+        (3,)
     """
 
     @property
     @abc.abstractmethod
     def variable_shape(self) -> tuple[int, ...]:
-        """Shape of a row of `dense`."""
+        """Shape of a row of the result of `dense`."""
 
     @abc.abstractmethod
     def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
-        """Compute `float32[B, *variable_shape]`: the traced half.
+        """Compute `float32[B, *variable_shape]` from the arrays of `transform`, traced.
 
-        Args:
-            arrays: The result of `transform`.
-            table: Looks up ids, for embedding columns.
+        Embedding columns look up ids in the `table`.
         """
 
 
@@ -176,11 +157,9 @@ class CategoricalColumn(Column):
     """Base class of columns of ids from 0 to `num_buckets - 1`; -1: no value.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> column = rx.feature_column.categorical_column_with_identity("word", 1000)
-        >>> isinstance(column, rx.feature_column.CategoricalColumn), column.num_buckets
-        (True, 1000)
-        >>> column.host_ids({"word": np.array([[3, 7]])}).tolist()
+        >>> from replicax import feature_column as fc
+        >>> column = fc.categorical_column_with_identity("word", 1000)
+        >>> column.host_ids({"word": [[3, 7]]}).tolist()
         [[3, 7]]
     """
 
@@ -205,7 +184,7 @@ class CategoricalColumn(Column):
         return {self.outputs[0]: self.host_ids(features)}
 
     def ids(self, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-        """Return ids `int32[B, k]` and weights `float32[B, k]` or None, traced."""
+        """Return ids `int32[B, k]`, and weights `float32[B, k]` or None, traced."""
         return arrays[self.outputs[0]], None
 
 
@@ -221,7 +200,7 @@ def _described(value: object) -> str:
         inner = [f"{f.name}={_described(getattr(value, f.name))}" for f in fields]
         return f"{type(value).__name__}({', '.join(inner)})"
     if isinstance(value, tuple):
-        return f"({', '.join(_described(part) for part in value)})"
+        return f"({', '.join(map(_described, value))})"
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         return f"{named.__module__}.{named.__qualname__}"
@@ -229,12 +208,12 @@ def _described(value: object) -> str:
 
 
 def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
-    """Convert columns to a tuple; raise ValueError for none, or for anything else."""
+    """Convert columns to a tuple; ValueError: none, or not all are columns."""
     listed = (columns,) if isinstance(columns, Column) else tuple(columns)
     if not listed or not all(isinstance(column, Column) for column in listed):
         raise ValueError(
-            f"{caller}: needs one or more feature columns; got {listed!r}. Functions "
-            "of rx.feature_column, such as numeric_column, make them."
+            f"{caller}: needs one or more feature columns; got {listed!r}. Make them "
+            "with functions of rx.feature_column, such as numeric_column."
         )
     return listed
 
@@ -242,8 +221,8 @@ def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
 def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray]:
     """Transform a batch's raw features to arrays of numbers, on the host.
 
-    Call it in the input function for each batch: it converts strings to ids. Pass the
-    result to `DenseFeatures`, `LinearModel` or `input_layer` in place of raw features.
+    Call it in the input function for each batch. Pass the result to `DenseFeatures`,
+    `LinearModel` or `input_layer` in place of raw features.
 
     Args:
         columns: A feature column, or several.
@@ -254,18 +233,11 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
         Arrays by the names of `Column.outputs`. Numbers are `float32[B, ...]`, ids
         `int32[B, k]` with -1 for missing values, weights `float32[B, k]`.
 
-    Raises:
-        ValueError: If a feature is missing, its shape is wrong, it has values that its
-            column does not allow, or features have different numbers of rows.
-        TypeError: If a feature's dtype is wrong.
-
     Example:
         >>> from replicax import feature_column as fc
         >>> city = fc.categorical_column_with_vocabulary_list("city", ["Bonn", "Ulm"])
-        >>> columns = [fc.numeric_column("age"), fc.indicator_column(city)]
-        >>> batch = fc.features_of(columns, {"age": [20, 30], "city": ["Ulm", "Bonn"]})
-        >>> sorted((array.dtype.name, array.shape) for array in batch.values())
-        [('float32', (2, 1)), ('int32', (2, 1))]
+        >>> fc.features_of([city], {"city": ["Ulm", "Bonn"]})[city.outputs[0]].tolist()
+        [[1], [0]]
     """
     hosts = _hosts(as_columns(columns, "features_of"), features, "features_of")
     arrays: dict[str, np.ndarray] = {}
@@ -283,9 +255,9 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
 def transform_on_host(
     columns: tuple[Column, ...], features: RawFeatures, caller: str
 ) -> dict[str, ArrayLike]:
-    """Transform the raw features of a batch on the host, except traced ones.
+    """Transform a batch's raw features on the host; `transform_traced` does the rest.
 
-    `transform_traced` transforms the traced ones.
+    Arrays of `features_of` and traced raw features pass unchanged.
     """
     ready: dict[str, ArrayLike] = {}
     for host in _hosts(columns, features, caller):
@@ -312,14 +284,12 @@ def transform_traced(
     for host in _hosts(columns, features, caller):
         if not all(name in arrays for name in host.outputs):
             outputs = host.transform(features)
-            arrays |= {
-                name: jax.numpy.asarray(array) for name, array in outputs.items()
-            }
+            arrays |= {name: jax.numpy.asarray(x) for name, x in outputs.items()}
     return arrays
 
 
 def _hosts(columns: tuple[Column, ...], features: object, caller: str) -> list[Column]:
-    """Collect the columns' hosts, each once; TypeError: `features` is no dict."""
+    """Collect the columns' hosts, each once; TypeError: `features` is not a dict."""
     if not isinstance(features, Mapping):
         raise TypeError(
             f"{caller}: features must be a dict of arrays by name; got a "

@@ -1,7 +1,6 @@
 """Serializes the columns that transform raw features to JSON, and deserializes them."""
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
@@ -38,42 +37,31 @@ def to_config(column: Column) -> JSONObject:
     config: JSONObject = {"kind": _NAMES[type(column)]}
     for field in dataclasses.fields(column):  # type: ignore[arg-type]
         value = getattr(column, field.name)
-        try:
-            config[field.name] = _encoded(value)
-        except TypeError as error:
+        if callable(value):
             raise ValueError(
-                f"to_config: {column.title} holds {field.name}={value!r}, which JSON "
-                "cannot hold. Normalize in the input function or in the model."
-            ) from error
+                f"to_config: {column.title} contains the function {field.name}="
+                f"{value!r}, and JSON contains no functions. Call it in the input "
+                "function or in the model."
+            )
+        config[field.name] = _encoded(value)
     return config
 
 
 def _encoded(value: object) -> Any:
     if isinstance(value, Column):
-        return {"column": to_config(value)}
+        return to_config(value)
     if isinstance(value, tuple):
-        return [_encoded(part) for part in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}  # JSON has neither NaN nor infinity.
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{value!r} is no value of JSON.")
+        return [_encoded(element) for element in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def from_config(config: JSONObject) -> Column:
     """Deserialize a column from `to_config`: an equal one, with the same `outputs`."""
-    attributes = dict(config)
-    cls: Any = _KINDS[attributes.pop("kind")]
-    return cls(**{name: _decoded(value) for name, value in attributes.items()})
+    cls: Any = _KINDS[config["kind"]]
+    return cls(**{n: _decoded(x) for n, x in config.items() if n != "kind"})
 
 
 def _decoded(value: Any) -> object:
     if isinstance(value, list):
-        return tuple(_decoded(part) for part in value)
-    if not isinstance(value, dict):
-        return value
-    if "column" in value:
-        return from_config(value["column"])
-    return float(value["float"])
+        return tuple(_decoded(element) for element in value)
+    return from_config(value) if isinstance(value, dict) else value

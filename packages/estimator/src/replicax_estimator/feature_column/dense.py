@@ -200,9 +200,6 @@ def shared_embeddings(
     has a column for each of `categorical_columns`, in their order. Other arguments are
     those of `embedding_column`.
 
-    Raises:
-        ValueError: If the columns' `num_buckets` differ.
-
     Example:
         >>> from replicax import feature_column as fc
         >>> seen = fc.categorical_column_with_identity("seen", 100)

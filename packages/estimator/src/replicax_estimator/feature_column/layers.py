@@ -99,9 +99,7 @@ class _ColumnsLayer(keras.layers.Layer):
 
 
 class DenseFeatures(_ColumnsLayer):
-    """A layer that concatenates dense columns.
-
-    (TF: `tf.keras.layers.DenseFeatures`.)
+    """A layer that concatenates dense columns (TF: `tf.keras.layers.DenseFeatures`).
 
     It flattens the columns and sorts them by name. Embedding tables are named
     `dense_features/dense_features_x_embedding/embeddings`.
@@ -260,9 +258,7 @@ def input_layer(
     feature_columns: Columns,
     trainable: bool = True,
 ) -> jax.Array:
-    """Concatenate dense columns.
-
-    (TF: `tf.compat.v1.feature_column.input_layer`.)
+    """Concatenate dense columns (TF: `tf.compat.v1.feature_column.input_layer`).
 
     Each call makes a new `DenseFeatures`: call it in a `model_fn`, which reuses
     variables. Arguments are those of `DenseFeatures` and of its call; the result is
@@ -283,9 +279,7 @@ def linear_model(
     sparse_combiner: str = "sum",
     trainable: bool = True,
 ) -> jax.Array:
-    """Apply a linear model to columns.
-
-    (TF: `tf.compat.v1.feature_column.linear_model`.)
+    """Apply a linear model to columns (TF: `tf.compat.v1.feature_column.linear_model`).
 
     Each call makes a new `LinearModel`: call it in a `model_fn`, which reuses
     variables. Arguments are those of `LinearModel` and of its call; the result is
