@@ -172,7 +172,7 @@ def test_an_error_in_a_step_leaves_the_model_usable(data, strategy_of):
     assert np.isfinite(weights[0]).all()
 
 
-def test_stateful_rnn_of_several_rows(strategy_of):
+def test_stateful_rnn(strategy_of):
     with strategy_of(2).scope():
         rows = keras.Input(batch_shape=(4, 3, 2))
         state = keras.layers.Bidirectional(keras.layers.GRU(2, stateful=True))(rows)
@@ -198,24 +198,6 @@ def test_arguments_of_the_data(data, strategy_of, call, message):
         model = classifier()
     with pytest.raises(ValueError, match=message):
         call(model, *data)
-
-
-def test_stateful_rnn_of_one_row_is_as_on_one_device(strategy_of):
-    x = np.random.default_rng(0).normal(size=(6, 3, 2)).astype("float32")
-
-    def trained(strategy):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            rows = keras.Input(batch_shape=(1, 3, 2))
-            model = keras.Model(rows, keras.layers.LSTM(2, stateful=True)(rows))
-            model.compile("sgd", "mse")
-        predicted = model.predict(x, batch_size=1, verbose=0)
-        model.layers[-1].reset_states()
-        model.fit(x, np.ones((6, 2)), batch_size=1, shuffle=False, verbose=0)
-        return [predicted, *model.get_weights()]
-
-    for one, two in zip(trained(strategy_of(1)), trained(strategy_of(2)), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-7)
 
 
 def test_variables_made_in_a_replica_function(strategy_of):

@@ -80,7 +80,6 @@ def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | No
 def _choose_without_groups(
     lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any], windows: Sequence[Window]
 ) -> Form | None:
-    """Choose the form of a convolution without groups."""
     taps = math.prod(w.taps for w in windows)
     outputs = math.prod(w.outputs for w in windows)
     _, rhs_spec, _ = params["dimension_numbers"]

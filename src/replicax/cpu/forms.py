@@ -70,7 +70,6 @@ def _taps(
 
 
 def _at_tap(tap: Sequence[int], x: jax.Array, windows: Sequence[Window]) -> jax.Array:
-    """Slice the padded input's elements that meet a tap of the kernel."""
     starts = [t * w.dilation for t, w in zip(tap, windows, strict=True)]
     return _slice(x, starts, [w.outputs for w in windows], [w.stride for w in windows])
 

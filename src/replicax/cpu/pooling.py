@@ -80,7 +80,6 @@ def gradient(
 
 
 def _taps(windows: Sequence[Window]) -> list[tuple[int, ...]]:
-    """List the taps of a window, in row-major order."""
     return list(itertools.product(*(range(w.taps) for w in windows)))
 
 

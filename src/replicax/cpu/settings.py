@@ -149,7 +149,6 @@ def in_batch_class(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def _threads() -> set[int]:
-    """List this process' thread ids on Linux; none on other systems."""
     if not _THREADS.is_dir():
         return set()
     return {int(path.name) for path in _THREADS.iterdir()}

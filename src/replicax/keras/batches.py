@@ -305,7 +305,6 @@ class _Placing:
         return [x[here].stacked() for x in divided]
 
     def _divides(self, batch: PyTree) -> bool:
-        """Whether all replicas get equally many of the batch's examples."""
         if isinstance(batch, LazyBatch):
             return self._num_active(len(batch)) is None
         num_rows = _num_rows(batch, jax.tree.leaves(batch), self._caller)

@@ -83,7 +83,6 @@ def build(
 
 
 def _build_by_call(model: keras.Model, batch: PyTree) -> None:
-    """Build a model's layers by calling it; variables keep their values."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     with keras.StatelessScope():
         model(jax.tree.map(whole, inputs))

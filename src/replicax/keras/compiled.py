@@ -141,7 +141,6 @@ def _as_compiled(loss: PyTree) -> PyTree:
 def _compute(
     loss: PyTree, y: PyTree, outputs: PyTree, sample_weight: PyTree = None
 ) -> PyTree:
-    """A compiled loss, as Keras calls it."""
     context = current_context()
     if context is None:
         return loss(y, outputs, sample_weight)
@@ -173,7 +172,6 @@ def _update(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> None:
-    """`update_state` of a model's metric."""
     context = current_context()
     if context is None:
         update(*args, **kwargs)

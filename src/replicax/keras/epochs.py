@@ -145,7 +145,6 @@ class Epochs:
         trainer.stop_workers(self.adapter)
 
     def _end_iteration(self) -> None:
-        """Close the iterators, with what they have prefetched."""
         batches, self._batches = self._batches, None
         self._iteration = None
         if batches is not None:

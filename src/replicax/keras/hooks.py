@@ -225,7 +225,6 @@ def _refuse_scope(
 
 
 def _wants_loop(*arguments: PyTree) -> bool:
-    """Whether `fit` of a model without a strategy has a callback of replicax."""
     return providers.add_callbacks is not None or any(
         isinstance(callback, LateCallback)
         for x in arguments

@@ -243,7 +243,6 @@ class _FitLoop:
         return logs
 
     def _end_steps(self) -> PyTree:
-        """The logs of the epoch's last step."""
         model, session = self.model, self.session
         if session.work is not None:
             self.logs = session.work.end_epoch(self.logs)
@@ -351,7 +350,6 @@ def _executions(
     kind: str,
     recorder: RecorderLike | None = None,
 ) -> Iterator[PyTree]:
-    """Run the steps of one epoch; yields the results of each execution."""
     begin = _batch_method(callbacks, kind, "begin")
     end = _batch_method(callbacks, kind, "end")
     flag = _FLAGS[kind]

@@ -80,7 +80,6 @@ def reduce_weighted_values(
 
 
 def _share_of(context: ReplicaContext, count: PyTree) -> PyTree:
-    """The replica's count divided by the sum of all replicas' counts."""
     return ops.divide_no_nan(count, context.sum(count))
 
 
@@ -123,7 +122,6 @@ def init_batch_normalization(
 def _synchronized_moments(
     layer: keras.Layer, own: Original, inputs: PyTree, mask: PyTree
 ) -> PyTree:
-    """Mean and variance of features over the global batch."""
     context = current_context()
     layer.synchronized = False  # Keras' method `own` refuses True.
     try:
@@ -147,7 +145,6 @@ def _synchronized_moments(
 
 
 def _num_unmasked(layer: keras.Layer, inputs: PyTree, mask: PyTree) -> PyTree:
-    """The number of unmasked values of each feature."""
     unmasked = ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs))
     features = layer.axis % inputs.ndim
     axes = [dim for dim in range(inputs.ndim) if dim != features]

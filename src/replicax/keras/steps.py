@@ -103,7 +103,6 @@ class _ModelStep:
         return result
 
     def _stateless(self, groups: Groups, data: PyTree) -> PyTree:
-        """Run a step of `(state, data)` on the variables themselves."""
         state: PyTree = tuple([v.value for v in group] for group in groups)
         result, new_state = self._step(state, data)
         if self._is_predict:  # Keras' step returns the non-trainable state only.
@@ -244,7 +243,6 @@ def make_variables(
 
 
 def _of_other_optimizers(model: keras.Model) -> list[PyTree]:
-    """The variables of a model's optimizers other than the compiled one."""
     optimizers = []
     for value in vars(model).values():
         values = list(value.values()) if isinstance(value, dict) else value
@@ -360,18 +358,10 @@ def _is_eager(model: keras.Model, strategy: StrategyLike) -> bool:
 
 
 def _refuse_stateful(model: keras.Model, strategy: StrategyLike) -> None:
-    """Raise for RNNs that keep the states of a batch's rows, on several replicas.
-
-    A batch of one row is allowed: the first replica has it, and all get its state.
-    """
+    """Raise for RNNs that keep the states of a batch's rows, on several replicas."""
     num = strategy.group.num_replicas
-    if num == 1:
-        return
-    for layer in internals.layers_of(model):
-        if not isinstance(layer, keras.layers.RNN) or not layer.stateful:
-            continue
-        states = keras.tree.flatten(layer.states)
-        if any(state is None or state.shape[0] != 1 for state in states):
+    for layer in internals.layers_of(model) if num > 1 else ():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise NotImplementedError(
                 f"{current_call()}: layer {layer.name!r} of model {model.name!r} has "
                 "stateful=True. Its state has a row for each row of the batch, and the "

@@ -88,7 +88,6 @@ def turn_of(model: keras.Model, strategy: StrategyLike, name: str) -> Generator[
 
 
 def _refuse(model: keras.Model, strategy: StrategyLike, name: str, other: str) -> None:
-    """Raise if a call made during a `fit` cannot use a snapshot."""
     what = (
         f"{name}: called of model {model.name!r} in thread "
         f"{threading.current_thread().name!r}, during {other}"
