@@ -64,6 +64,7 @@ PUBLIC_NAMES = [
     "cluster_resolver",
     "compute_average_loss",
     "config",
+    "distributed",
     "estimator",
     "experimental",
     "feature_column",

@@ -107,6 +107,7 @@ from .input import (
 from .input import (
     InputContext as InputContext,
 )
+from .jax_loops.optax import distributed as distributed
 from .planning.analysis import plan as plan
 from .ps.coordinator import ClusterCoordinator as ClusterCoordinator
 from .ps.payloads import (

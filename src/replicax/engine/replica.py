@@ -263,16 +263,30 @@ class ReplicaContext(CountedReplicas):
         dims: Sequence[int | None],
         weights: list[jax.Array] | None = None,
     ) -> list[Grad]:
-        """Sum the gradients over the replicas that count, or average them in `fit`.
+        """`reduced_gradients` for `optimizer.apply`: summed, or in `fit` averaged."""
+        return self.reduced_gradients(
+            "optimizer.apply", self._gradient_op, grads, dims, weights
+        )
 
-        For `dims` and `weights` see `sum_gradients`.
+    def reduced_gradients(
+        self,
+        caller: str,
+        op: ReduceOp,
+        grads: Sequence[Grad],
+        dims: Sequence[int | None],
+        weights: list[jax.Array] | None = None,
+    ) -> list[Grad]:
+        """Sum or average gradients over the replicas that count, for `caller`.
+
+        The sums follow the strategy's `CommunicationOptions`. For `dims` and `weights`
+        see `sum_gradients`.
         """
         self.has_trained = True
-        grads = [densified(x, "optimizer.apply") for x in grads]
+        grads = [densified(x, caller) for x in grads]
         group = self._group
-        if self._gradient_op is ReduceOp.SUM and group.num_replicas > 1:
+        if op is ReduceOp.SUM and group.num_replicas > 1:
             # Only for sums: the mean of equal gradients, as in `fit`, changes nothing.
-            warn_of_reduced(grads, group.num_replicas)
+            warn_of_reduced(grads, group.num_replicas, caller)
         total = sum_gradients(
             list(grads),
             group.cross_device_ops,
@@ -285,7 +299,7 @@ class ReplicaContext(CountedReplicas):
             # If weights are whole between steps, they are gathered after the updates.
             updates_are_last=self.gathers_weights,
         )
-        if self._gradient_op is ReduceOp.MEAN:
+        if op is ReduceOp.MEAN:
             return jax.tree.map(lambda x: x / self.num_counted, total)
         return total
 

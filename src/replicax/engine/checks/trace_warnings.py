@@ -12,12 +12,14 @@ from replicax.engine.jaxprs import PRODUCTS
 __all__ = ["warn_of_reduced"]
 
 
-def warn_of_reduced(grads: Sequence[jax.Array | None], num_replicas: int) -> None:
-    """Warn of gradients that would be summed over the replicas a second time."""
+def warn_of_reduced(
+    grads: Sequence[jax.Array | None], num_replicas: int, caller: str
+) -> None:
+    """Warn of gradients that `caller` would sum over the replicas a second time."""
     num = sum(x is not None and _is_reduced(x) for x in grads)
     if num:
         warnings.warn(
-            f"optimizer.apply: {num} of {len(grads)} gradients are results of "
+            f"{caller}: {num} of {len(grads)} gradients are results of "
             "ReplicaContext.all_reduce. They are summed over the "
             f"{num_replicas} replicas once more. Pass each replica's own "
             "gradients; to clip the summed gradients, set the optimizer's clipnorm, "
