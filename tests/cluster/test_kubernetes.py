@@ -60,47 +60,20 @@ def test_jobset(service: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
 
 
-def test_several_replicated_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_pod(monkeypatch, 0, JOBSET_NAME="js", JOBSET_REPLICATED_JOB_NAME="ps")
-    resolver = KubernetesClusterResolver(jobs={"worker": 2, "ps": 1})
-    assert resolver.cluster_spec().as_dict() == {
-        "worker": ["js-worker-0-0.js:2222", "js-worker-0-1.js:2222"],
-        "ps": ["js-ps-0-0.js:2222"],
-    }
-    assert (resolver.task_type, resolver.task_id) == ("ps", 0)
-
-
 @pytest.mark.parametrize(
     ("environment", "arguments", "problem"),
     [
-        ({}, {"num_workers": None}, "expected either num_workers or jobs"),
         ({"JOB_COMPLETION_INDEX": ""}, {}, "JOB_COMPLETION_INDEX is not set"),
         ({"JOB_COMPLETION_INDEX": "x"}, {}, "JOB_COMPLETION_INDEX is 'x'"),
         (
             {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-2"},
             {},
-            "INDEX is 2, but there are 2 pods",
+            "INDEX is 2, but num_workers is 2",
         ),
-        ({}, {"num_workers": 0}, r"1 pod or more; got \{'worker': 0\}"),
         ({"HOSTNAME": ""}, {}, "HOSTNAME is not set; expected the Job's name and '-1'"),
         ({"HOSTNAME": "node7"}, {}, "HOSTNAME is 'node7'"),
         ({}, {"service": None}, "pass service=, the value of 'subdomain'"),
         ({"JOBSET_NAME": "js"}, {}, "REPLICATED_JOB_NAME is not set.*fieldRef from"),
-        (
-            {"JOBSET_NAME": "js", "JOBSET_REPLICATED_JOB_NAME": "worker"},
-            {"num_workers": None, "jobs": {"boss": 2}},
-            "each job must be one of chief, worker",
-        ),
-        (
-            {"JOBSET_NAME": "js", "JOBSET_REPLICATED_JOB_NAME": "other"},
-            {"num_workers": None, "jobs": {"worker": 2}},
-            "'other'; expected one of jobs=",
-        ),
-        (
-            {"JOBSET_REPLICATED_JOB_NAME": "worker"},
-            {"num_workers": None, "jobs": {"worker": 2}},
-            "JOBSET_NAME is not set; .*jobset-name",
-        ),
         (
             {"JOBSET_NAME": "js", "JOBSET_JOB_INDEX": "1"},
             {},

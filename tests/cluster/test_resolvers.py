@@ -117,13 +117,6 @@ def test_simple() -> None:
     assert SimpleClusterResolver(ClusterSpec({})).master() == ""
 
 
-def test_simple_wants_a_cluster_spec() -> None:
-    with pytest.raises(TypeError, match=r"a ClusterSpec; got \{.*ClusterSpec\("):
-        SimpleClusterResolver(CLUSTER)
-    with pytest.raises(TypeError, match="master is not a string; got 1"):
-        SimpleClusterResolver(ClusterSpec({}), 1)
-
-
 def test_accelerators_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     set_tf_config(monkeypatch)
     resolver = TFConfigClusterResolver()

@@ -150,7 +150,7 @@ def test_resolver_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"])
         monkeypatch.setenv("JOBSET_NAME", "train")
         monkeypatch.setenv("JOBSET_REPLICATED_JOB_NAME", role)
-        resolver = KubernetesClusterResolver(jobs={"worker": 3})
+        resolver = KubernetesClusterResolver(3)
         assert resolver.cluster_spec() == tf_config(env["TF_CONFIG"]).cluster
         assert (resolver.task_type, resolver.task_id) == (role, index)
 

@@ -54,13 +54,7 @@ class TaskConfig:
 
     @property
     def process_id(self) -> int | None:
-        """This process' index among the workers; None if it does not train.
-
-        Example:
-            >>> cluster = ClusterSpec({"chief": ["a:1"], "worker": ["b:1", "c:1"]})
-            >>> TaskConfig(cluster=cluster, task_type="worker", task_id=1).process_id
-            2
-        """
+        """This process' index among the chief and the workers; None: does not train."""
         names = [task.name for task in self.cluster.workers]
         return names.index(self.name) if self.name in names else None
 
@@ -70,13 +64,9 @@ def tf_config(
 ) -> TaskConfig:
     """Parse and validate the text of the environment variable `TF_CONFIG`.
 
-    Keys that Kubeflow and cloud services add beside `cluster` and `task` are ignored.
-
-    Args:
-        text: A JSON object with the keys `cluster` and `task`. If both are absent or
-            empty, there is one machine and no cluster.
-        task_type: Overrides the task's type.
-        task_id: Overrides the task's index.
+    The text is a JSON object with the keys `cluster` and `task`; without both, there is
+    one machine and no cluster. Other keys, which Kubeflow and cloud services add, are
+    ignored. `task_type` and `task_id` override the task's.
 
     Raises:
         ClusterConfigError: If the cluster is not usable or does not contain the task.
@@ -121,23 +111,13 @@ def check_cluster(
     allow_ps: bool = True,
     source: str = "the cluster",
 ) -> TaskConfig:
-    """Validate a cluster that does not come from TF_CONFIG.
+    """Validate a cluster that does not come from TF_CONFIG; an empty one is valid.
 
-    Args:
-        cluster: The jobs and their tasks. If it is empty, nothing is checked.
-        task_type: The job of this process.
-        task_id: The index of this process within its job.
-        allow_ps: Whether parameter servers are allowed.
-        source: The source of the cluster for the error, such as a resolver's name.
+    `source` names the cluster's description in the error, such as a resolver's class.
 
     Raises:
-        ClusterConfigError: If a strategy cannot use it.
-
-    Example:
-        >>> check_cluster(ClusterSpec({"worker": ["a"]}), "worker", 0)
-        Traceback (most recent call last):
-            ...
-        replicax.errors.ClusterConfigError: the cluster: address 'a' of worker:0: it ...
+        ClusterConfigError: If a strategy cannot use it, or if it has parameter servers
+            and `allow_ps` is False.
     """
     if not cluster:
         return TaskConfig(cluster)

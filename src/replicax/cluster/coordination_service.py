@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,24 +23,13 @@ _ESTABLISHED = "01"
 
 
 def start(
-    port: int,
-    num_processes: int,
-    linger_seconds: float,
-    host: str | None = None,
-    timeout: float = 60.0,
+    port: int, num_processes: int, linger_seconds: float, host: str | None = None
 ) -> "subprocess.Popen[bytes]":
     """Start the service's process and wait until it listens.
 
-    Args:
-        port: The port that the service listens on.
-        num_processes: Number of processes that will connect.
-        linger_seconds: Maximal time that the service runs after the end of this
-            process. On Linux it ends when the last client has disconnected.
-        host: The name or IP address to listen on; None: all of this machine's.
-        timeout: Seconds until the service must listen.
-
-    Returns:
-        The process, which ends after its standard input is closed.
+    The process ends when its standard input is closed and the last client has
+    disconnected, at most `linger_seconds` later. `host` is the name or IP address to
+    listen on; None: all addresses of this machine.
 
     Raises:
         OSError: If the service does not start.
@@ -63,18 +51,11 @@ def start(
         start_new_session=True,
     )
     assert process.stdout is not None
-    kill = threading.Timer(timeout, process.kill)
-    kill.start()
-    try:
-        is_ready = process.stdout.readline() == _READY
-    finally:
-        kill.cancel()
-    if not is_ready:
-        process.kill()
+    if process.stdout.readline() != _READY:
         process.communicate()
         raise OSError(
-            f"the coordination service could not be started on port {port} within "
-            f"{timeout:g} s; exit status {process.returncode}"
+            f"the coordination service could not be started on port {port}; it ended "
+            f"with exit status {process.returncode}"
         )
     process.stdout.close()
     return process

@@ -74,14 +74,9 @@ def resolve(
 ) -> tuple[ClusterResolver, Membership]:
     """Find this process' cluster; exchange addresses if the launcher lists none.
 
-    Args:
-        name: The launcher's name, `"alone"`, or None to detect it.
-        timeouts: The deadlines.
-        caller: The public call to name in errors.
-
-    Returns:
-        A resolver, without tasks if this process trains alone, and the process' place
-        among the launcher's processes.
+    `name` is a launcher's name, `"alone"`, or None to detect the launcher. Returns a
+    resolver, without tasks if this process trains alone, and the process' place among
+    the launcher's processes. Errors name the public call `caller`.
 
     Raises:
         ClusterConfigError: If variables are malformed or missing, or if two launchers
@@ -132,11 +127,7 @@ def detect(
 def _read_all() -> tuple[
     list[tuple[ClusterEnvironment, Membership]], list[IncompleteError]
 ]:
-    """Read all launchers' variables.
-
-    Returns the launchers with complete variables, and the errors of launchers that
-    precede the first complete one.
-    """
+    """Return the complete launchers, and the errors of the ones before the first."""
     complete: list[tuple[ClusterEnvironment, Membership]] = []
     incomplete: list[IncompleteError] = []
     for environment in ENVIRONMENTS.values():

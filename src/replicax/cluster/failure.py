@@ -73,29 +73,13 @@ class ExitCode(enum.IntEnum):
     RETRY = 138
 
 
-_MEANING: dict[int, str] = {
-    ExitCode.RETRY: "retryable",
-    ExitCode.INTERRUPTED: "interrupted",
-}
-
-
 def exit_status(exit_code: int) -> int:
-    """Convert an exit code of `subprocess` to a shell's: 128 plus a signal's number.
-
-    Example:
-        >>> exit_status(-9), exit_status(1)
-        (137, 1)
-    """
+    """Convert an exit code of `subprocess` to a shell's: 128 plus a signal's number."""
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
 def is_retryable(exit_code: int) -> bool:
-    """Whether a restart of all tasks may succeed after this exit code.
-
-    Example:
-        >>> is_retryable(1), is_retryable(138), is_retryable(-9), is_retryable(137)
-        (False, True, True, True)
-    """
+    """Whether a restart of all tasks may succeed after this exit code."""
     code = exit_status(exit_code)
     return code >= 128 and code != ExitCode.INTERRUPTED
 
@@ -196,7 +180,9 @@ def _print_report(report: FailureReport) -> None:
     if report.steps and report.kind != "interrupted":
         steps = (f"{name} {step}" for name, step in report.steps.items())
         lines.append(f"Last steps: {listed(steps, last=', ')}.")
-    meaning = _MEANING.get(report.exit_code, "permanent")
+    meaning = "retryable" if is_retryable(report.exit_code) else "permanent"
+    if report.exit_code == ExitCode.INTERRUPTED:
+        meaning = "interrupted"
     lines.append(f"Exit code {report.exit_code} ({meaning}).")
     print("\n".join(lines), file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -89,7 +89,7 @@ def judge(
 
     Args:
         signs: The signs of all workers, in order.
-        index: The worker that judges.
+        index: The worker that decides.
         now: The time, in seconds, by the clock of `seen_at` and `moved_at`.
         timeouts: The deadlines.
         heard_at: The time of the last successful read of heartbeats, up to which

@@ -42,12 +42,9 @@ def join(
 ) -> Workers:
     """Connect to the cluster's other workers. A process joins one cluster at most.
 
-    Args:
-        cluster: The cluster; its chief and workers train together.
-        index: This process' index among them.
-        timeouts: The deadlines.
-        source: The source of the cluster's description, for messages.
-        local_devices: Indices of the GPUs that this process uses; None: all.
+    `index` is this process' position in `cluster.workers`, `source` names the cluster's
+    description in messages, and `local_devices` are the indices of the GPUs that this
+    process uses; None: all.
 
     Raises:
         ClusterError: If a worker is missing at the start-up deadline.
@@ -135,7 +132,6 @@ def _connect(
                 len(tasks),
                 linger_seconds=timeouts.heartbeat + 10,
                 host=host_to_bind(own, others),
-                timeout=timeouts.startup,
             )
         _initialize(tasks, index, timeouts, local_devices)
     except ClusterError:

@@ -49,11 +49,8 @@ def await_workers(
 ) -> None:
     """Wait until all workers of a cluster have connected to the first one.
 
-    Args:
-        source: The source of the cluster's description, such as `"TF_CONFIG"`.
-        cluster: The cluster; its chief and workers train together.
-        index: This process' index among them.
-        seconds: The deadline.
+    `source` names the cluster's description in messages, such as `"TF_CONFIG"`, and
+    `index` is this process' position in `cluster.workers`.
 
     Raises:
         ClusterError: If a worker is missing at the deadline.

@@ -149,7 +149,7 @@ class SimpleClusterResolver(KnownCluster):
         rpc_layer: Prefix of the addresses that `master()` returns.
 
     Raises:
-        TypeError: If `cluster_spec` is no ClusterSpec or `master` no string.
+        TypeError: If `cluster_spec` is no ClusterSpec.
 
     Example:
         >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"]})
@@ -168,17 +168,7 @@ class SimpleClusterResolver(KnownCluster):
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        if not isinstance(cluster_spec, ClusterSpec):
-            raise TypeError(
-                "SimpleClusterResolver: cluster_spec must be a ClusterSpec; got "
-                f"{cluster_spec!r}. Write for example "
-                "ClusterSpec({'worker': ['host1:2222', 'host2:2222']})."
-            )
-        if not isinstance(master, str):
-            raise TypeError(
-                f"SimpleClusterResolver: master is not a string; got {master!r}."
-            )
-        config = TaskConfig(cluster_spec, task_type, task_id)
+        config = TaskConfig(ClusterSpec(cluster_spec), task_type, task_id)
         super().__init__(config, rpc_layer, environment)
         self._master = master
         self._num_accelerators = num_accelerators
@@ -253,12 +243,7 @@ class TFConfigClusterResolver(KnownCluster):
 
 
 def require_resolver(resolver: object, caller: str) -> None:
-    """Raise a `TypeError` unless `resolver` is None or describes a cluster.
-
-    Args:
-        resolver: The argument `cluster_resolver`.
-        caller: The public call to name in the error.
-    """
+    """Raise a `TypeError` unless `resolver` is None or describes a cluster."""
     if resolver is not None and not callable(getattr(resolver, "cluster_spec", None)):
         raise TypeError(
             f"{caller}: cluster_resolver must be an "

@@ -28,12 +28,7 @@ class Task(NamedTuple):
 
 
 def task_name(job: str, index: int) -> str:
-    """Format the name of a task, for messages and reports.
-
-    Example:
-        >>> task_name("worker", 1)
-        'worker:1'
-    """
+    """Format the name of a task, such as `"worker:1"`, for messages and reports."""
     return f"{job}:{index}"
 
 
@@ -95,14 +90,7 @@ class ClusterSpec:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the cluster, 12 hexadecimal digits, equal on all of its tasks.
-
-        Example:
-            >>> ClusterSpec({"ps": ["a:1"], "worker": ["b:1"]}).fingerprint == (
-            ...     ClusterSpec({"worker": ["b:1"], "ps": ["a:1"]}).fingerprint
-            ... )
-            True
-        """
+        """A hash of the cluster, 12 hexadecimal digits, equal on all of its tasks."""
         text = json.dumps(self._tasks, sort_keys=True)
         return hashlib.sha256(text.encode("ascii")).hexdigest()[:12]
 

@@ -86,7 +86,7 @@ class TPUClusterResolver(KnownCluster):
         tpu: None, `""` or `"local"`: the TPU of this machine. None requires a TPU here,
             for scripts that fall back on GPUs after a `ValueError`. `"local"` trains in
             this process alone, even if a launcher has started processes on several
-            single-host slices. A name or an address must be this machine's own.
+            single-host slices. A name must be that of this machine's TPU.
         zone: Not used; for TensorFlow's signature.
         project: Not used; for TensorFlow's signature.
 
@@ -130,10 +130,7 @@ class TPUClusterResolver(KnownCluster):
         self.is_local = tpu == "local"
         self.num_hosts = slice_.num_hosts
         self.num_slices = slice_.num_slices
-        own = slice_.addresses[slice_.index : slice_.index + 1]
-        hosts = {address.partition(":")[0] for address in own}
-        host = (tpu or "").removeprefix("grpc://").partition(":")[0]
-        if tpu not in _THIS_MACHINE and tpu != slice_.name and host not in hosts:
+        if tpu not in (*_THIS_MACHINE, slice_.name):
             hint = f", whose TPU is called {slice_.name!r}" if slice_.name else ""
             raise ClusterConfigError(
                 f"TPUClusterResolver: tpu={tpu!r} is not this machine{hint}. A TPU "
@@ -198,10 +195,6 @@ def detect_slice(
     The sources are the environment, as on GKE, and Google Cloud's metadata server. The
     server is asked only on a machine with TPU chips, if the environment lists no hosts
     and does not set `TPU_SKIP_MDS_QUERY`.
-
-    Raises:
-        ClusterConfigError: If variables are malformed or do not fit together; if the
-            metadata server does not answer in time.
     """
 
     def ask(attribute: str) -> str:

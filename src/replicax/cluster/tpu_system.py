@@ -91,12 +91,7 @@ class Topology:
 
 
 def topology_of(devices: Sequence[Any]) -> Topology:
-    """Compute the topology of TPU devices.
-
-    Args:
-        devices: All devices of one or several slices: real ones, or JAX's descriptions
-            for the compiler.
-    """
+    """Compute the topology of all devices, or described devices, of TPU slices."""
     slices = [getattr(d, "slice_index", None) or 0 for d in devices]
     # CPU devices that stand in for chips have no coordinates.
     coords = [getattr(d, "coords", None) or (d.id, 0, 0) for d in devices]
@@ -120,13 +115,8 @@ def join_slice(
 ) -> Workers:
     """Join the processes of the slice's other hosts; return one worker on one host.
 
-    On one host JAX may have started its devices. For several slices JAX detects the
-    hosts. For one slice the resolver provides the hosts: JAX would first ask the
-    metadata server about slices, for up to minutes.
-
-    Raises:
-        DeviceError: If the environment describes a slice, but there are no chips here.
-        ClusterError: If a host is missing at the start-up deadline.
+    For several slices JAX detects the hosts. For one slice the resolver provides them:
+    JAX would first ask the metadata server about slices, for up to minutes.
     """
     if stand_in_devices() is not None:
         return Workers()  # The stand-ins are the devices of all hosts.
@@ -197,12 +187,7 @@ def experimental_connect_to_cluster(
 
 
 def tpu_devices(workers: Workers, caller: str) -> list[Any]:
-    """Start JAX's devices, and return all TPU devices of the slice, host by host.
-
-    Raises:
-        DeviceError: If JAX has no TPU here; the message says where replicax looked.
-        ClusterConfigError: If the chips belong to more hosts than have joined.
-    """
+    """Start JAX's devices, and return all TPU devices of the slice, host by host."""
     stand_ins = stand_in_devices()
     if stand_ins is not None:
         return sorted(stand_ins, key=lambda d: (d.process_index, d.id))

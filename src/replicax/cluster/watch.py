@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from replicax.cluster.dispatch_log import DispatchLog, Operation, OrderCheck
 from replicax.cluster.failure import ExitCode, FailureReport, end_process
@@ -26,22 +26,6 @@ __all__ = ["Watch"]
 _STATUS = "replicax/status"
 _FIELDS = [field.name for field in dataclasses.fields(Heartbeat)]
 _POLL_SECONDS = 0.05
-
-
-class _Result(Protocol):
-    """An array that a program returns."""
-
-    def is_ready(self) -> bool: ...
-
-
-class _NotYet:
-    """Placeholder for the result of a program that is being dispatched."""
-
-    def is_ready(self) -> bool:
-        return False
-
-
-_NOT_YET = _NotYet()
 
 
 class Watch:
@@ -80,8 +64,8 @@ class Watch:
         self._stop = stop
         self._interval = min(1.0, timeouts.heartbeat / 5)
         self._contact_at = now  # The last answer of the store.
-        # A program's number and result; None: the program has finished.
-        self._latest: tuple[int, _Result | None] = (0, None)
+        # The last program's number, and a function: whether the program has finished.
+        self._latest: tuple[int, Callable[[], bool]] = (0, _true)
         self._resumed_at = 0
         self._written_steps = 0
         self._ending = threading.Lock()
@@ -106,14 +90,14 @@ class Watch:
     def dispatching(self, operation: Operation) -> None:
         """Note that a program is being dispatched to the devices."""
         self.log.note_program(operation)
-        self._latest = (self._latest[0] + 1, _NOT_YET)
+        self._latest = (self._latest[0] + 1, _false)
 
     def dispatched(self, result: Any) -> None:
         """Note that the program is dispatched; `result` is one of its arrays.
 
         None: the program has finished, or was not started.
         """
-        self._latest = (self._latest[0], result)
+        self._latest = (self._latest[0], getattr(result, "is_ready", _true))
 
     def resume_at(self, steps: int) -> None:
         """Set the number of steps of earlier attempts; `steps` includes them."""
@@ -190,14 +174,17 @@ class Watch:
 
     def _note_progress(self) -> None:
         """Update this worker's progress, without waiting for the devices."""
-        me, (number, result) = self.me, self._latest
+        me, (number, is_ready) = self.me, self._latest
         count, checksum, steps = self.log.latest()
         me.steps = self._resumed_at + steps
         me.doing = self.log.last_name
         if (count, checksum) != me.log:
             me.log, me.moved_at = (count, checksum), time.monotonic()
         me.dispatched = number
-        if _is_ready(result):
+        try:
+            if is_ready():
+                me.completed = number
+        except RuntimeError:  # A later program has donated the array.
             me.completed = number
         me.seen_at = time.monotonic()
 
@@ -278,11 +265,12 @@ class Watch:
         )
 
 
-def _is_ready(result: _Result | None) -> bool:
-    try:
-        return result is None or result.is_ready()
-    except RuntimeError:  # The array was donated to a later program.
-        return True
+def _true() -> bool:
+    return True
+
+
+def _false() -> bool:
+    return False
 
 
 def _stack_of_main_thread() -> str:

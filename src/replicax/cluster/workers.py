@@ -104,11 +104,11 @@ class Workers:
         what: str | None = None,
         in_order: bool = True,
     ) -> list[Any]:
-        """All-gather a small value over the workers, which is also a barrier.
+        """Return the values of all workers, in order; also a barrier.
 
-        An exchange uses the coordination service and takes a few milliseconds. Never
-        exchange between the steps of a loop: while a worker waits here, it cannot
-        compute the steps that others have already begun.
+        An exchange takes a few milliseconds. Never exchange between the steps of a
+        loop: while a worker waits here, it cannot compute the steps that others have
+        already begun.
 
         Args:
             name: Key of the exchange. All workers exchange the same names in the same
@@ -120,9 +120,6 @@ class Workers:
             what: Description of the exchange in messages; defaults to `name`.
             in_order: Whether all workers exchange after the same steps; False in a
                 thread that reads ahead.
-
-        Returns:
-            The values of all workers, in order.
 
         Raises:
             ClusterError: At the deadline, naming the missing workers.
@@ -183,11 +180,10 @@ class Workers:
 
         def late() -> NoReturn:
             field = "startup" if timeout_seconds is None else "step"
-            advice = f", or give it more time (rx.Timeouts({field}=...))"
             raise ClusterError(
                 f"{self.name}: {self._listed(missing)} did not come to {name} within "
-                f"{timeout:.0f} s. See what that worker prints"
-                f"{advice if timeout == getattr(self.timeouts, field) else ''}.",
+                f"{timeout:.0f} s. See what that worker prints, or give it more time "
+                f"(rx.Timeouts({field}=...)).",
                 culprit=self.names[missing[0]],
             )
 
@@ -235,15 +231,9 @@ class Workers:
     def agree(self, facts: Mapping[str, JSON], what: str) -> int:
         """Compare facts that must be equal on all workers.
 
-        The workers exchange hashes, and a fact itself only if its hashes differ.
-
-        Args:
-            facts: The facts by name; the first one that differs is reported. A list
-                is compared entry by entry.
-            what: The subject of the facts, such as `"the program of run(step)"`.
-
-        Returns:
-            The number of agreements so far, equal on all workers.
+        The workers exchange hashes, and a fact itself only if its hashes differ. Lists
+        are compared entry by entry. `what` is the subject of the facts, such as
+        `"the program of run(step)"`. Returns the number of agreements so far.
 
         Raises:
             ClusterMismatchError: On all workers, with the first difference.

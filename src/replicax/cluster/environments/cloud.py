@@ -8,7 +8,6 @@ from typing import Any
 from replicax.cluster.environments.base import (
     ALONE,
     ClusterEnvironment,
-    IncompleteError,
     Membership,
     bracketed,
     default_port,
@@ -48,10 +47,9 @@ class SageMaker(ClusterEnvironment):
 
 
 class VertexAI(ClusterEnvironment):
-    """A custom job of Vertex AI: `CLUSTER_SPEC`.
+    """A custom job of Vertex AI: `CLUSTER_SPEC`, whose pools 0 and 1 are the workers.
 
-    Pools 0 and 1 are the workers. Pools 2 and 3 are for parameter servers and
-    evaluators, which only `TF_CONFIG` describes.
+    Parameter servers and evaluators, in pools 2 and 3, need `TF_CONFIG`.
     """
 
     name = "vertex"
@@ -63,18 +61,15 @@ class VertexAI(ClusterEnvironment):
         try:
             pools: dict[str, list[str]] = dict(spec["cluster"])
             own = pools[spec["task"]["type"]][int(spec["task"]["index"])]
-            addresses = [*pools.pop("workerpool0"), *pools.pop("workerpool1", ())]
+            addresses = [*pools["workerpool0"], *pools.get("workerpool1", ())]
+            index = addresses.index(own)
         except (LookupError, TypeError, ValueError) as error:
             raise ClusterConfigError(
                 "vertex: CLUSTER_SPEC must have 'cluster' with 'workerpool0', and "
-                f"'task' with 'type' and 'index'; got {spec!r}. {ALONE}"
+                "'task' with 'type' and 'index' of a replica in 'workerpool0' or "
+                f"'workerpool1'; got {spec!r}. {ALONE}"
             ) from error
-        if pools:
-            raise IncompleteError(
-                f"vertex: CLUSTER_SPEC has {', '.join(pools)}, for parameter servers "
-                "and evaluators. Put all workers into the pools 0 and 1."
-            )
-        return self.workers(addresses.index(own), addresses)
+        return self.workers(index, addresses)
 
 
 class SkyPilot(ClusterEnvironment):

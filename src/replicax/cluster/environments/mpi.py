@@ -2,7 +2,6 @@
 
 import os
 import re
-from pathlib import Path
 
 from replicax.cluster.environments.base import (
     ADDRESS,
@@ -81,22 +80,9 @@ class ProcessManagement(ClusterEnvironment):
                 remedy="Name a host and a port of the machine of process 0: mpiexec "
                 f"-genv {ADDRESS} host:port.",
             )
-        return f"localhost:{default_port(_launcher_id())}"
+        return f"localhost:{default_port()}"
 
 
 def _is_one_host(environment: ClusterEnvironment, count: int) -> bool:
     place = environment.local_place()
     return place is not None and place[1] == count
-
-
-def _launcher_id() -> int:
-    """The id of the process that started this machine's processes of the job.
-
-    Hydra starts each process, or a shell around it, as the leader of a session. So the
-    launcher is the parent of the session's leader.
-    """
-    try:
-        leader = Path(f"/proc/{os.getsid(0)}/stat").read_text(encoding="utf-8")
-        return int(leader.rpartition(")")[2].split()[1])
-    except OSError:
-        return os.getppid()

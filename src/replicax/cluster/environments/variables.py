@@ -10,7 +10,7 @@ from replicax.cluster.environments.base import (
     Membership,
     default_port,
 )
-from replicax.cluster.resolvers import TFConfigClusterResolver, default_resolver
+from replicax.cluster.resolvers import TFConfigClusterResolver
 
 __all__ = [
     "InitializedJax",
@@ -35,7 +35,7 @@ class TFConfig(ClusterEnvironment):
 
     def membership(self) -> Membership:
         """Parse the variable."""
-        resolver = default_resolver() or TFConfigClusterResolver()
+        resolver = TFConfigClusterResolver()
         cluster = resolver.cluster_spec()
         names = [task.name for task in cluster.workers]
         num_tasks = sum(map(cluster.num_tasks, cluster.jobs))
