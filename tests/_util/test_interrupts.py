@@ -265,49 +265,6 @@ def test_an_interrupt_swallowed_in_the_last_step_is_raised(
     getattr(model, call)(*args, verbose=0)
 
 
-@pytest.mark.parametrize("swallowed", [False, True])
-@pytest.mark.parametrize("at", [0, 2, 4, None])
-def test_an_interrupt_is_backed_up(
-    strategy: Any, tmp_path: Path, at: int | None, swallowed: bool
-) -> None:
-    """After the step, at the end of an epoch, and when training is over."""
-    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
-    model = small_model(strategy)
-    callbacks = [Interrupts(at, swallowed=swallowed), backup]
-    steps = 10 if at is None else at + 1
-    with pytest.raises(KeyboardInterrupt, match=f"in fit after step {steps}"):
-        model.fit(X, Y, batch_size=8, epochs=2, callbacks=callbacks, verbose=0)
-    assert int(model.optimizer.iterations.numpy()) == steps
-    weights = model.get_weights()
-
-    again = small_model(strategy)
-    restored: list[Any] = []
-
-    class Looks(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            if not restored:
-                restored.extend(self.model.get_weights())
-
-    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
-    looks = [backup, Looks()]
-    again.fit(X, Y, batch_size=8, epochs=2, callbacks=looks, verbose=0)
-    assert int(again.optimizer.iterations.numpy()) == 10
-    if at is not None:
-        for now, then in zip(restored, weights, strict=True):
-            np.testing.assert_array_equal(now, then)
-
-
-def test_a_second_interrupt_waits_for_no_save(strategy: Any, tmp_path: Path) -> None:
-    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
-    callbacks = [Interrupts(2, swallowed=False, times=2), backup]
-    model = small_model(strategy)
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(X, Y, batch_size=8, callbacks=callbacks, verbose=0)
-    assert not list((tmp_path / "backup").glob("backup-*"))
-    model.fit(X, Y, batch_size=8, verbose=0)
-    assert int(model.optimizer.iterations.numpy()) == 8
-
-
 SCRIPT = """
 import signal
 import sys
@@ -326,28 +283,19 @@ class Begins(keras.callbacks.Callback):
         if batch == 20 and not self.params.get("said"):
             self.params["said"] = True
             print("STEPS", flush=True)
-callbacks = [Begins()]
-if len(sys.argv) > 1:
-    callbacks.append(rx.BackupAndRestore(sys.argv[1], save_freq=20))
-model.fit(x, x[:, :1], batch_size=8, epochs=10**6, verbose=0, callbacks=callbacks)
+model.fit(x, x[:, :1], batch_size=8, epochs=10**6, verbose=0, callbacks=[Begins()])
 print("END")
 """
 
 
 @pytest.mark.parametrize(
-    ("seed", "backs_up"),
-    [
-        (0, True),
-        *(pytest.param(n, True, marks=pytest.mark.slow) for n in range(2, 8)),
-        *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 8, 9, 10)),
-    ],
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))]
 )
-def test_one_ctrl_c_ends_a_script(tmp_path: Path, seed: int, backs_up: bool) -> None:
+def test_one_ctrl_c_ends_a_script(tmp_path: Path, seed: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    folder = tmp_path / "backup"
     with subprocess.Popen(
-        [sys.executable, str(script), *([str(folder)] if backs_up else [])],
+        [sys.executable, str(script)],
         env={k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -368,7 +316,4 @@ def test_one_ctrl_c_ends_a_script(tmp_path: Path, seed: int, backs_up: bool) -> 
     # Python 3.13 puts a line of marks below each line of code.
     lines = [line for line in errors.splitlines() if line.strip(" ~^")]
     assert len(lines) <= 12, errors
-    step = re.search(r"KeyboardInterrupt: interrupted in fit after step (\d+)$", errors)
-    assert step is not None, errors
-    if backs_up:
-        assert (folder / f"backup-{step[1]}").exists(), errors
+    assert re.search(r"KeyboardInterrupt: interrupted in fit after step \d+$", errors)

@@ -1,4 +1,4 @@
-"""One interrupt ends a job with 130 and few words, after a save if it backs up.
+"""One interrupt ends a job with 130 and few words.
 
 The jobs are real ones of `replicax run`, each with a limit.
 """
@@ -43,12 +43,9 @@ class Slow(keras.callbacks.Callback):
             open(f"{here}/ready-{name}", "w").close()
 
 
-callbacks = [Slow()]
-if "backup" in sys.argv:
-    callbacks.append(rx.BackupAndRestore(f"{here}/backup", save_freq=False))
 x = np.ones((160, 4), "float32")
 model.fit(x, x[:, :1], batch_size=8, epochs=10**4, verbose=0,
-          callbacks=callbacks)
+          callbacks=[Slow()])
 print("END")
 """
 
@@ -80,7 +77,7 @@ SERVED = SYNC.replace(
 
 @contextmanager
 def job(
-    folder: Path, code: str, *options: str, arguments: tuple[str, ...] = (), ready: int
+    folder: Path, code: str, *options: str, ready: int
 ) -> Iterator[subprocess.Popen[str]]:
     """The launcher, once so many tasks have made steps."""
     script = folder / "train.py"
@@ -90,7 +87,7 @@ def job(
         "from replicax.cli import main; main()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", main, "run", *options, script, folder, *arguments],
+        [sys.executable, "-c", main, "run", *options, script, folder],
         env={**os.environ, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -138,16 +135,6 @@ def assert_ended(process: subprocess.Popen[str], folder: Path) -> str:
     return output
 
 
-def test_one_workers_interrupt_is_followed_by_a_save_of_all(tmp_path: Path) -> None:
-    options = ("--workers", "2")
-    with job(tmp_path, SYNC, *options, arguments=("backup",), ready=2) as process:
-        to("worker:1")(process, tmp_path)
-        output = assert_ended(process, tmp_path)
-    saved = set(re.findall(r"interrupted; training is saved after step (\d+)", output))
-    assert len(saved) == 1, output
-    assert (tmp_path / "backup" / f"backup-{saved.pop()}").exists(), output
-
-
 @pytest.mark.parametrize(
     ("code", "send"),
     [
@@ -168,17 +155,6 @@ def test_an_interrupt_ends_the_job(
         send(process, tmp_path)
         output = assert_ended(process, tmp_path)
     assert re.search(r"worker:[01]: interrupted.*train.py:\d+", output), output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(6))
-def test_an_interrupted_launcher_saves(tmp_path: Path, attempt: int) -> None:
-    options = ("--workers", "2")
-    with job(tmp_path, SYNC, *options, arguments=("backup",), ready=2) as process:
-        time.sleep(0.13 * attempt)
-        to_its_group(process, tmp_path)
-        output = assert_ended(process, tmp_path)
-    assert "interrupted; training is saved" in output
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ the critical sections are the rare steps that take several instructions.
 
 import _signal
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -20,7 +19,6 @@ from replicax._util.user_code import is_installed_file
 __all__ = [
     "describe_interrupts",
     "described",
-    "postponing_interrupts",
     "raise_swallowed",
     "reraising_interrupts",
     "shortened",
@@ -94,46 +92,14 @@ class _SignalQueue:
                 self._deliver()
 
 
-_POSTPONED = (
-    b"replicax: interrupted; training is saved after the present step or validation. "
-    b"Interrupt again to end at once.\n"
-)
+_raised: list[int] = []
+"""Interrupts within `reraising_interrupts`, which some code may have swallowed."""
 
 
-class _InterruptQueue:
-    """The interrupts within `reraising_interrupts`.
-
-    Attributes:
-        numbers: Signals that were raised, and perhaps swallowed, or were postponed.
-        request: Called for a first interrupt, which is then postponed; None: interrupts
-            are raised at once.
-        is_postponed: Whether an interrupt is postponed.
-    """
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.request: Callable[[], None] | None = None
-        self.is_postponed = False
-
-    def note(self, number: int, frame: Any) -> None:
-        """Handle an interrupt, in place of Python's handler."""
-        is_first = not self.numbers
-        self.numbers.append(number)
-        self.is_postponed = is_first and self.request is not None
-        if is_first and self.request is not None:
-            os.write(2, _POSTPONED)  # `print` fails if the interrupted code prints.
-            self.request()
-            return
-        signal.default_int_handler(number, frame)
-
-    def clear(self) -> None:
-        """Reset at the start and the end of a call."""
-        self.numbers.clear()
-        self.is_postponed = False
-
-
-_pending = _InterruptQueue()
-_note = _pending.note  # One object: `signal` compares it.
+def _note(number: int, frame: Any) -> None:
+    """Handle an interrupt, in place of Python's handler."""
+    _raised.append(number)
+    signal.default_int_handler(number, frame)
 
 
 @contextlib.contextmanager
@@ -148,40 +114,23 @@ def reraising_interrupts() -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    _pending.clear()
+    _raised.clear()
     try:
         signal.signal(signal.SIGINT, _note)
         yield
-        if _pending.numbers:
+        if _raised:
             raise KeyboardInterrupt
     finally:
         if _signal.getsignal(signal.SIGINT) is _note:
             _signal.signal(signal.SIGINT, signal.default_int_handler)
-        _pending.clear()
-
-
-@contextlib.contextmanager
-def postponing_interrupts(request: Callable[[], None]) -> Iterator[None]:
-    """While open, a first Ctrl-C calls `request`; a second one is raised at once.
-
-    The caller raises `KeyboardInterrupt` after the step. The signal handler calls
-    `request`, at any instruction of the main thread.
-    """
-    with reraising_interrupts():
-        before, _pending.request = _pending.request, request
-        try:
-            yield
-        finally:
-            _pending.request = before
+        _raised.clear()
 
 
 def raise_swallowed() -> None:
     """Raise an interrupt that some code has swallowed; called before each step."""
-    if not _pending.numbers or _pending.is_postponed:
+    if not _raised or threading.get_ident() != threading.main_thread().ident:
         return
-    if threading.get_ident() != threading.main_thread().ident:
-        return
-    _pending.numbers.clear()
+    _raised.clear()
     raise KeyboardInterrupt
 
 

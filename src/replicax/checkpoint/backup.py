@@ -42,14 +42,12 @@ class BackupAndRestore(LateCallback):
     (Keras: `keras.callbacks.BackupAndRestore`.) Run the same script again after an
     interruption: `fit` continues in the epoch and at the step of the newest backup, and
     ends with the weights of a run that was not interrupted. On SIGTERM it backs up and
-    exits with status 138, which requests a restart. On Ctrl-C it backs up after the
-    step and raises `KeyboardInterrupt`; a second Ctrl-C ends `fit` at once. In a
-    cluster, pass it on all workers, with a folder that all of them see.
+    exits with status 138, which requests a restart. In a cluster, pass it on all
+    workers, with a folder that all of them see.
 
     Args:
         backup_dir: The folder of the backups, for this run alone.
-        save_freq: `"epoch"`, a number of batches, or False: on SIGTERM and
-            Ctrl-C only.
+        save_freq: `"epoch"`, a number of batches, or False: on SIGTERM only.
         max_to_keep: Number of backups to keep. If the newest is damaged, `fit`
             continues from an older one.
         delete_checkpoint: Whether to delete the backups at the end of `fit`.
@@ -85,7 +83,7 @@ class BackupAndRestore(LateCallback):
         if not is_known and not (is_count and int(save_freq) > 0):
             raise ValueError(
                 "BackupAndRestore: save_freq must be 'epoch', a number of batches, or "
-                f"False to save only on SIGTERM and Ctrl-C; got {save_freq!r}."
+                f"False to save only on SIGTERM; got {save_freq!r}."
             )
         require_path(backup_dir, "BackupAndRestore: backup_dir")
         require_flag(delete_checkpoint, "BackupAndRestore: delete_checkpoint")
@@ -120,7 +118,6 @@ class BackupAndRestore(LateCallback):
         self._stop = self._worker.stop
         if not self._has_servers:
             session.enter_context(self._stop.on_sigterm())
-            session.enter_context(self._stop.on_interrupt())
         self._saves = not self._has_servers or session.strategy.is_chief
         self._epoch, self._step = 0, 0
         self._total = 0  # Steps (with servers: epochs), also those before a restart.
@@ -230,24 +227,14 @@ class BackupAndRestore(LateCallback):
         self._manager.save(self._total)
 
     def _save_and_exit(self) -> NoReturn:
-        interrupted = self._stop.interrupted
-        result = f"training is saved after step {self._total} in"
-        try:
-            self._save()
-            self._manager.wait()
-        except CheckpointError as error:
-            if not interrupted:
-                raise
-            result = f"training could not be saved: {error} The newest backup is"
+        self._save()
+        self._manager.wait()
         print(
-            f"replicax: {'interrupted' if interrupted else 'told to stop'}; {result} "
+            f"replicax: told to stop; training is saved after step {self._total} in "
             f"{self._manager.latest_checkpoint}. Start the same script again.",
             file=sys.stderr,
             flush=True,
         )
-        if interrupted:
-            place = f"interrupted in fit after step {self._total}"
-            raise KeyboardInterrupt(place) from None
         raise SystemExit(int(ExitCode.RETRY))
 
     def _restore(self) -> None:

@@ -35,7 +35,6 @@ class Heartbeat:
         has_left: Whether its script has ended.
         failure: The report of the failure that ends the worker; None: none.
         frozen: The step count when `StopRequest` froze it; None: no stop is requested.
-        interrupted: Whether Ctrl-C has requested a stop.
     """
 
     beat: int = 0
@@ -49,7 +48,6 @@ class Heartbeat:
     has_left: bool = False
     failure: dict[str, Any] | None = None
     frozen: int | None = None
-    interrupted: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,12 +1,10 @@
-"""Stop requests: after SIGTERM or Ctrl-C in one worker, all stop at the same step."""
+"""Stop requests: after SIGTERM in one worker, all workers stop at the same step."""
 
 import contextlib
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
-
-from replicax._util.interrupts import postponing_interrupts
 
 __all__ = ["StopRequest"]
 
@@ -22,12 +20,10 @@ class StopRequest:
 
     Attributes:
         requested: Whether a worker has requested a stop.
-        interrupted: Whether the cause is Ctrl-C, after which no task is restarted.
     """
 
     def __init__(self, *, alone: bool) -> None:
         self.requested = False
-        self.interrupted = False
         self._alone = alone
         self._changed = threading.Condition()
         self._step = 0
@@ -83,16 +79,3 @@ class StopRequest:
         finally:
             if signal.getsignal(signal.SIGTERM) is request:
                 signal.signal(signal.SIGTERM, before)
-
-    @contextlib.contextmanager
-    def on_interrupt(self) -> Iterator[None]:
-        """While open, Ctrl-C requests a stop; a second raises `KeyboardInterrupt`."""
-        try:
-            with postponing_interrupts(self._interrupt):
-                yield
-        finally:
-            if self._alone and self.interrupted:
-                self.requested = self.interrupted = False  # A notebook may train again.
-
-    def _interrupt(self) -> None:
-        self.requested = self.interrupted = True

@@ -168,7 +168,6 @@ class Watch:
                 FailureReport.note_progress(me.name, me.steps)
             me.beat += 1
             me.differs_after = self.order.differs_after
-            me.interrupted = self._stop.interrupted
             beat = {name: getattr(me, name) for name in _FIELDS}
             self.store.put(f"{_STATUS}/{self._index}", json.dumps(beat))
 
@@ -198,7 +197,6 @@ class Watch:
             if beat["frozen"] is not None:
                 # Workers that have left count, too: all must stop at the same step.
                 frozen.append(beat["frozen"])
-                self._stop.interrupted |= beat["interrupted"]
                 self._stop.requested = True
             elif not beat["has_left"]:
                 num_unfrozen += 1
