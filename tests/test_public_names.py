@@ -221,7 +221,11 @@ def test_parameters_are_those_of_tensorflow() -> None:
         "output_gradients",
         "unconnected_gradients",
     ]
-    assert parameters(rx.ReplicaContext.all_reduce)[1:] == ["op", "value"]
+    assert parameters(rx.ReplicaContext.all_reduce)[1:] == [
+        "reduce_op",
+        "value",
+        "options",
+    ]
     assert parameters(rx.ReplicaContext.all_gather)[1:] == [
         "value",
         "axis",

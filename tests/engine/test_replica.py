@@ -73,20 +73,142 @@ def test_all_gather_along_an_unknown_dimension_is_refused(
         )
 
 
-def test_reduction_of_integers_and_booleans(strategy) -> None:
-    def fn(i: Any) -> Any:
-        context = rx.get_replica_context()
-        return context.all_reduce("sum", i), context.all_reduce("mean", i)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint8", "int16", "int32", "bfloat16", "complex64"]
+)
+def test_reductions_have_the_dtypes_of_jax(strategy, dtype, op) -> None:
+    """Small integers do not overflow, inside a replica as outside."""
+    x = jnp.asarray([100, 127, 3, 90]).astype(dtype)
+    want = (jnp.sum if op == "sum" else jnp.mean)(x)
 
-    total, mean = strategy.run(fn, (rx.PerReplica(np.arange(4, dtype="int32")),))
-    assert total == 6
-    assert total.dtype == "int32"
-    assert mean == 1.5
-    total, mean = strategy.run(
-        fn, (rx.PerReplica(np.array([True, True, False, True])),)
+    def fn(x: Any) -> Any:
+        return rx.get_replica_context().all_reduce(op, x), x
+
+    inside, own = strategy.run(fn, (rx.PerReplica(x),))
+    outside = strategy.reduce(op, own, axis=None)
+    for actual in (inside, outside):
+        assert actual.dtype == want.dtype
+        np.testing.assert_allclose(
+            np.asarray(actual, complex), complex(want), rtol=0.01
+        )
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [(lambda: jax.random.key(0), r"key<fry>\[\]"), (lambda: "adam", "str 'adam'")],
+    ids=["key", "string"],
+)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_what_has_no_sum_is_named(strategy, op, value, what) -> None:
+    match = rf"reduce: got {what} at \['state'\]\['rng'\], .*no sum.*gather"
+    tree = {"state": {"rng": value(), "w": 1.0}}
+    with pytest.raises(TypeError, match=match):
+        strategy.run(lambda: rx.get_replica_context().all_reduce(op, tree))
+    with pytest.raises(TypeError, match=match):
+        strategy.reduce(op, strategy.run(lambda: tree))
+
+
+GRADIENTS = {"kernel": np.float32([[0.3001] * 8] * 8), "bias": np.float32([0.1] * 8)}
+
+
+def compiled_sum(strategy: rx.Strategy, options: Any) -> tuple[dict[str, Any], str]:
+    """The sum of each replica's `GRADIENTS` times its number, and the traced step."""
+    texts: list[str] = []
+    original = strategy.runner.call
+
+    def call(program: Any, arrays: Any) -> Any:
+        texts.append(program.lower([], arrays).as_text())
+        return original(program, arrays)
+
+    def fn(tree: Any) -> Any:
+        context = rx.get_replica_context()
+        number = 1.0 + context.replica_id_in_sync_group
+        own = jax.tree.map(lambda x: x * number, tree)
+        return context.all_reduce("sum", own, options)
+
+    strategy.runner.call = call
+    return strategy.run(fn, (GRADIENTS,)), texts[0]
+
+
+def test_buckets_of_the_strategy_are_those_of_all_reduce(values) -> None:
+    own = rx.CommunicationOptions(
+        bytes_per_pack=64, compression="bfloat16", gradient_hook=lambda grads: 1 / 0
     )
-    assert total == 3
-    assert mean == 0.75
+    devices = [f"cpu:{i}" for i in range(4)]
+    plain, text = compiled_sum(rx.MirroredStrategy(devices), None)
+    packed, packed_text = compiled_sum(
+        rx.MirroredStrategy(devices, communication_options=own), None
+    )
+    # XLA may merge the sums of the first program; those of the second wait.
+    assert "optimization_barrier" not in text
+    assert "optimization_barrier" in packed_text
+    for name, x in GRADIENTS.items():
+        np.testing.assert_allclose(plain[name], 10 * x, rtol=1e-6)
+        np.testing.assert_array_equal(packed[name], plain[name])
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_options_of_a_call(virtual) -> None:
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], replicas_per_device=virtual)
+    seen: list[Any] = []
+
+    def hook(grads: Any) -> Any:
+        seen.extend(x.dtype for x in grads)
+        return [2 * x for x in grads]
+
+    options = rx.CommunicationOptions(compression="bfloat16", gradient_hook=hook)
+    sums, text = compiled_sum(strategy, options)
+    assert "bf16" in text
+    assert set(seen) == {jnp.dtype("float32")}
+    total = sum(range(1, 2 * virtual + 1))
+    for name, x in GRADIENTS.items():
+        assert sums[name].dtype == "float32"
+        np.testing.assert_allclose(sums[name], 2 * total * x, rtol=0.02)
+    kernel = GRADIENTS["kernel"]
+    assert not np.allclose(sums["kernel"], 2 * total * kernel, rtol=1e-4)  # Rounded.
+
+
+def test_gradients_through_buckets(strategy, values) -> None:
+    options = rx.CommunicationOptions(bytes_per_pack=16)
+
+    def fn(x: Any) -> Any:
+        def loss(x: Any, options: Any) -> Any:
+            total = rx.get_replica_context().all_reduce("sum", [x, x * x], options)
+            return (total[0] * total[1]).sum()
+
+        return jax.grad(loss)(x, None), jax.grad(loss)(x, options)
+
+    plain, packed = strategy.run(fn, (rx.PerReplica(values),))
+    np.testing.assert_allclose(np.asarray(packed), np.asarray(plain), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"compression": "bfloat16"}, TypeError, "must be an rx.CommunicationOptions"),
+        (
+            rx.CommunicationOptions(timeout_seconds=3),
+            ValueError,
+            "timeout_seconds=3, .*Give it to the strategy",
+        ),
+        (
+            rx.CommunicationOptions(implementation=rx.CollectiveCommunication.RING),
+            ValueError,
+            "implementation=.*RING.*Give it to the strategy",
+        ),
+    ],
+)
+def test_options_that_a_call_does_not_have(strategy, options, error, match) -> None:
+    with pytest.raises(error, match=f"ReplicaContext.all_reduce: options .*{match}"):
+        strategy.run(lambda: rx.get_replica_context().all_reduce("sum", 1, options))
+
+
+def test_buckets_of_sharded_values_are_refused() -> None:
+    strategy = rx.ModelParallelStrategy(devices=[f"cpu:{i}" for i in range(4)])
+    options = rx.CommunicationOptions(bytes_per_pack=2**20)
+    with pytest.raises(ValueError, match=r"bytes_per_pack=1048576, .*cpu:0\+cpu:1"):
+        strategy.run(lambda: rx.get_replica_context().all_reduce("sum", 1, options))
 
 
 @settings(max_examples=15)

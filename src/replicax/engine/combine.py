@@ -10,10 +10,15 @@ from jax.typing import ArrayLike
 
 from replicax._util.types import PyTree
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.composites import is_key, require_dense
+from replicax.engine.composites import require_dense, require_summable
 from replicax.engine.device_put import local_value
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.values import PerReplica, is_per_replica, num_active_of
+from replicax.engine.values import (
+    ARRAY_TYPES,
+    PerReplica,
+    is_per_replica,
+    num_active_of,
+)
 
 __all__ = ["gather", "local_results", "reduce", "require_all_replicas"]
 
@@ -24,6 +29,10 @@ def reduce(
     """Reduce each `PerReplica` in `value` over the replicas, and over `axis` if set."""
 
     def reduce_leaf(leaf: PyTree) -> PyTree:
+        if type(_array_of(leaf)) not in ARRAY_TYPES:
+            arrays = jax.tree.map(_array_of, value, is_leaf=is_per_replica)
+            instead = "strategy.gather or value.values[i]"
+            require_summable(arrays, "Strategy.reduce", instead)
         if isinstance(leaf, PerReplica):
             require_all_replicas(leaf, group.num_replicas, "reduce")
         elif group.holds(leaf) or op is ReduceOp.MEAN or group.num_replicas == 1:
@@ -34,11 +43,6 @@ def reduce(
                 "over the replicas is not defined. Pass a result of strategy.run."
             )
         require_dense(leaf.array, "Strategy.reduce")
-        if is_key(leaf.array):
-            raise TypeError(
-                f"Strategy.reduce: got keys of random numbers ({leaf!r}), which have "
-                "no sum. Use strategy.gather, or value.values[i]."
-            )
         dim = None if axis is None else _checked_axis(leaf, axis, "reduce")
         sharding = _sharding_of_result(leaf.array)
         return _reducer(op, dim, sharding, leaf.num_active)(leaf.array)
@@ -87,6 +91,10 @@ def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> Non
             f"Strategy.{name}: a PerReplica holds {value.array.shape[0]} values but "
             f"the strategy has {num_replicas} replicas. Pass a value of this strategy."
         )
+
+
+def _array_of(leaf: PyTree) -> PyTree:
+    return leaf.array if isinstance(leaf, PerReplica) else leaf
 
 
 def _repeated(value: ArrayLike, group: ReplicaGroup) -> PerReplica:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from replicax._util.arguments import require_instance
 from replicax.engine.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -68,6 +69,9 @@ class CollectiveCommunication(enum.Enum):
 class CommunicationOptions:
     """How gradients are summed over replicas and workers: buckets, compression, hook.
 
+    Options of a strategy hold for `optimizer.apply`; `context.all_reduce` uses their
+    buckets, and all options that are passed to it.
+
     (TF: `tf.distribute.experimental.CommunicationOptions`.)
 
     Args:
@@ -121,6 +125,39 @@ class CommunicationOptions:
                 f"{self.compression!r}."
             )
 
+    def of_call(
+        self, options: "CommunicationOptions | None", caller: str, axis: ReplicaAxis
+    ) -> "CommunicationOptions":
+        """The options of one sum in a replica function; `self` are the strategy's.
+
+        Raises:
+            TypeError: If `options` are none.
+            ValueError: For options that only a strategy has, and for buckets of values
+                that are sharded over a replica's devices.
+        """
+        require_instance(
+            options,
+            CommunicationOptions,
+            f"{caller}: options",
+            "rx.CommunicationOptions(bytes_per_pack=2**20)",
+        )
+        if options is None:
+            return CommunicationOptions(bytes_per_pack=self.bytes_per_pack)
+        for name in ("timeout_seconds", "implementation"):
+            value, unset = getattr(options, name), getattr(CommunicationOptions, name)
+            if value not in (unset, getattr(self, name)):
+                raise ValueError(
+                    f"{caller}: options have {name}={value!r}, which holds for whole "
+                    "programs. Give it to the strategy, as communication_options."
+                )
+        if options.bytes_per_pack and "+" in axis.devices[0]:
+            raise ValueError(
+                f"{caller}: options have bytes_per_pack={options.bytes_per_pack}, but "
+                "a bucket would gather values that are sharded over a replica's "
+                f"devices, {axis.devices[0]}. Leave it out."
+            )
+        return options
+
 
 def sum_gradients(
     grads: Sequence[ArrayLike | None],
@@ -132,6 +169,7 @@ def sum_gradients(
     on_device: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
     weights: list[jax.Array] | None = None,
     updates_are_last: bool = False,
+    may_overlap: bool = True,
 ) -> list[jax.Array | None]:
     """Sum each gradient over the replicas; None stays None.
 
@@ -152,6 +190,7 @@ def sum_gradients(
         updates_are_last: Whether updates wait for all buckets of scattered sums except
             the last bucket, so that the backward pass hides the sums. Only for programs
             that do not gather the new weights afterwards.
+        may_overlap: Whether whole sums may overlap with the computation of `grads`.
 
     Raises:
         TypeError: If the hook or `ops` does not return arrays.
@@ -170,7 +209,9 @@ def sum_gradients(
         sent = {i: _compressed(g, options.compression) for i, g in own.items()}
         dim_of = {i: d for i, d in enumerate(dims or ()) if d is not None}
         blocks, others = _block_sums(sent, dim_of, ops, axis, updates_are_last)
-        sums = blocks | _whole_sums(others, ops, axis, options, weights)
+        sums = blocks | _whole_sums(
+            others, ops, axis, options, weights, may_overlap=may_overlap
+        )
     return [
         None if g is None else sums[i].astype(own[i].dtype)
         for i, g in enumerate(arrays)
@@ -214,11 +255,14 @@ def _whole_sums(
     axis: ReplicaAxis,
     options: CommunicationOptions,
     weights: list[jax.Array] | None,
+    *,
+    may_overlap: bool,
 ) -> dict[int, jax.Array]:
     plan = plan_sums(
         grads,
         axis,
-        may_overlap=type(ops) in _OWN_OPERATIONS,  # A user's may need each gradient.
+        # A user's operations may need each gradient.
+        may_overlap=may_overlap and type(ops) in _OWN_OPERATIONS,
         bytes_per_pack=options.bytes_per_pack,
         num_packs=ops.num_packs,
     )

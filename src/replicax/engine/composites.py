@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
 
+from replicax._util.arguments import short
 from replicax._util.types import PyTree
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "is_key",
     "one_of",
     "require_dense",
+    "require_summable",
 ]
 
 
@@ -62,7 +64,9 @@ def is_composite(value: object) -> bool:
 
 
 def described(value: PyTree) -> str:
-    """A composite array's type, dtype and shape, for errors."""
+    """An array's dtype and shape, for errors, after the type of a composite array."""
+    if is_array(value):
+        return f"{value.dtype}{list(value.shape)}"
     return f"{type(value).__qualname__} {value.dtype}{list(value.shape)}"
 
 
@@ -100,4 +104,19 @@ def require_dense(tree: PyTree, caller: str) -> None:
             raise TypeError(
                 f"{caller}: got {described(leaf)}, expected dense arrays. Convert it "
                 "in the replica function, such as with x.todense()."
+            )
+
+
+def require_summable(tree: PyTree, caller: str, instead: str) -> None:
+    """Raise a TypeError for random keys, strings and objects, naming their path."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        is_number = isinstance(leaf, bool | int | float | complex) or is_array(leaf)
+        is_variable = hasattr(leaf, "__jax_array__")
+        has_sum = (is_number or is_variable) and not isinstance(leaf, str)
+        if is_key(leaf) or not has_sum:
+            what = described(leaf) if is_key(leaf) else short(leaf)
+            place = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise TypeError(
+                f"{caller}: got {what}{place}, which has no sum. Leave it out, or use "
+                f"{instead}."
             )

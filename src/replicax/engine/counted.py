@@ -107,10 +107,3 @@ class CountedReplicas:
     def first(self, tree: PyTree) -> PyTree:
         """The first replica's value, on all replicas."""
         return jax.tree.map(lambda x: self._group.stacked(x)[0], tree)
-
-    def sum_by_operations(self, tree: PyTree) -> PyTree:
-        """Sum over all replicas, with the user's cross-device operations."""
-        tree = self._group.sum_on_device(tree)
-        if self._group.axis.size == 1:
-            return tree
-        return self._group.cross_device_ops.reduce(ReduceOp.SUM, tree, self._group.axis)

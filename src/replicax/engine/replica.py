@@ -18,8 +18,8 @@ from replicax.engine.blocks import BlockedValues
 from replicax.engine.checks.divergence import declare_mirrored
 from replicax.engine.checks.trace_warnings import warn_of_reduced
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.communication import sum_gradients
-from replicax.engine.composites import densified, require_dense
+from replicax.engine.communication import CommunicationOptions, sum_gradients
+from replicax.engine.composites import densified, require_dense, require_summable
 from replicax.engine.counted import CountedReplicas
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import current_trace
@@ -151,26 +151,59 @@ class ReplicaContext(CountedReplicas):
             )
         return self._group.axis_names if self._group.num_replicas > 1 else ()
 
-    def all_reduce(self, op: ReduceOp | str, value: PyTree) -> PyTree:
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
         """Combine `value` over the replicas; every replica gets the result.
 
         Args:
-            op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
             value: A pytree of arrays of any shape, one per replica.
+            options: Buckets, compression and hook of this sum, such as for gradients.
+                Defaults to the buckets of the strategy's `communication_options`; their
+                compression and hook, which change values, are for `optimizer.apply`.
 
         Returns:
             The same pytree, combined element by element. With 2 replicas that hold 1.0
-            and 3.0, SUM gives 4.0 and MEAN 2.0 on both. In `fit`, `evaluate` and
-            `predict`, replicas without examples of a batch are left out.
+            and 3.0, SUM gives 4.0 and MEAN 2.0 on both. Dtypes are those of `jnp.sum`
+            and `jnp.mean`: booleans and small integers are summed as 32-bit integers,
+            and their mean is a float. In `fit`, `evaluate` and `predict`, replicas
+            without examples of a batch are left out.
 
         Raises:
             ContextError: Outside the function that this context belongs to.
-            ValueError: For an unknown `op`.
+            TypeError: For random keys, which have no sum.
+            ValueError: For an unknown `reduce_op`, or options that only a strategy has.
+
+        Example:
+            >>> import numpy as np, replicax as rx
+            >>> strategy = rx.MirroredStrategy(["cpu:0"], replicas_per_device=2)
+            >>> options = rx.CommunicationOptions(compression="bfloat16")
+            >>> def total(gradient):
+            ...     context = rx.get_replica_context()
+            ...     return context.all_reduce("sum", gradient, options)
+            >>> strategy.run(total, (rx.PerReplica(np.float32([1.0, 3.0])),))
+            Array(4., dtype=float32)
         """
         self._check("all_reduce")
-        op = ReduceOp.of(op, "ReplicaContext.all_reduce")
-        require_dense(value, "ReplicaContext.all_reduce")
-        total = self.sum_by_operations(self.counted(jax.tree.map(_summable, value)))
+        caller, group = "ReplicaContext.all_reduce", self._group
+        op = ReduceOp.of(reduce_op, caller)
+        require_dense(value, caller)
+        require_summable(value, caller, "all_gather")
+        leaves, structure = jax.tree.flatten(value)
+        own = [_summable(x, op) for x in leaves]
+        sums = sum_gradients(
+            own,
+            group.cross_device_ops,
+            group.axis,
+            group.communication.of_call(options, caller, group.axis),
+            on_device=lambda own: group.sum_on_device(self.counted(own)),
+            may_overlap=False,
+        )
+        total = structure.unflatten(sums)
         if op is ReduceOp.MEAN:
             total = jax.tree.map(lambda x: x / self.num_counted, total)
         return declare_mirrored(self.of_counted_losses(total))
@@ -401,6 +434,10 @@ class ReplicaContext(CountedReplicas):
             )
 
 
-def _summable(x: ArrayLike) -> jax.Array:
+def _summable(x: ArrayLike, op: ReduceOp) -> jax.Array:
+    """The array in the dtype of `jnp.sum` or `jnp.mean`: fewer sums overflow."""
     x = jnp.asarray(x)
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    like = jnp.sum if op is ReduceOp.SUM else jnp.mean
+    return x.astype(jax.eval_shape(like, x).dtype)
