@@ -85,12 +85,6 @@ def test_programs() -> None:
     x = np.ones((8, 16, 3), "float32")
     _, text = scattered(8, rx.NcclAllReduce(), x, 0)
     assert kinds(text) == {"reduce-scatter"}
-    _, text = scattered(8, rx.HierarchicalCopyAllReduce(group_size=2), x, 0)
-    assert kinds(text) == {"reduce-scatter"}
-    assert re.findall(r"reduce-scatter\(.*?replica_groups=(\{\{.*?\}\})", text) == [
-        "{{0,1},{2,3},{4,5},{6,7}}",
-        "{{0,2,4,6},{1,3,5,7}}",
-    ]
     _, text = scattered(8, Plain(), x, 0)
     assert kinds(text) == {"all-reduce"}
 

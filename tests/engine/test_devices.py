@@ -66,9 +66,7 @@ def test_lists_that_make_no_strategy() -> None:
         resolve_devices([], "test")
     with pytest.raises(rx.DeviceError, match=r"cpu:1 appears more than once.*'/cpu:1'"):
         resolve_devices(["cpu:0", "cpu:1", "/cpu:1"], "test")
-    with pytest.raises(
-        rx.DeviceError, match=r"the string 'cpu:0'. Write devices=\['cpu:0'\]"
-    ):
+    with pytest.raises(rx.DeviceError, match=r"must be a list .*; got 'cpu:0'. Name"):
         resolve_devices("cpu:0", "test")
 
 

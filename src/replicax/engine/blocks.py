@@ -20,9 +20,10 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
+from jax.typing import ArrayLike
 
 from replicax._util.types import PyTree
-from replicax.engine.checks.divergence import Atom
+from replicax.engine.jaxprs import Atom
 from replicax.engine.replica_axis import ReplicaAxis
 from replicax.engine.scope import current_context, required_context
 
@@ -96,8 +97,8 @@ def replicas_hold_blocks() -> bool:
 
 
 def regathering(
-    fn: Callable[[PyTree], tuple[PyTree, PyTree]],
-) -> Callable[[PyTree], tuple[PyTree, PyTree]]:
+    fn: Callable[[list[jax.Array]], tuple[PyTree, PyTree]],
+) -> Callable[[list[jax.Array]], tuple[PyTree, PyTree]]:
     """Wrap `fn`, so that JAX saves no gathered weight for the backward pass.
 
     `fn` must gather with `gathered_here`, and return `(differentiated, other results)`.
@@ -111,8 +112,8 @@ def regathering(
 
 
 def _with_backward_pass_inline(
-    fn: Callable[[PyTree], tuple[PyTree, PyTree]],
-) -> Callable[[PyTree], tuple[PyTree, PyTree]]:
+    fn: Callable[[list[jax.Array]], tuple[PyTree, PyTree]],
+) -> Callable[[list[jax.Array]], tuple[PyTree, PyTree]]:
     """Inline the equations of a rematerialised function's backward pass.
 
     JAX's backward pass is one equation after a barrier: XLA cannot fuse it with the
@@ -120,26 +121,26 @@ def _with_backward_pass_inline(
     a barrier, or XLA would merge them with the gathers of the forward pass.
     """
 
-    def forward(values: PyTree) -> tuple[PyTree, PyTree]:
+    def forward(values: list[jax.Array]) -> tuple[PyTree, PyTree]:
         target, pullback, rest = jax.vjp(fn, values, has_aux=True)
         return (target, rest), (target, pullback)
 
-    def backward(saved: PyTree, cotangents: PyTree) -> tuple[PyTree]:
+    def backward(saved: PyTree, cotangents: PyTree) -> tuple[list[ArrayLike]]:
         target, pullback = saved
         (shapes,) = jax.eval_shape(pullback, cotangents[0])
-        flat, structure = jax.tree.flatten(shapes)
-        are_floats = [x.dtype != jax.dtypes.float0 for x in flat]
+        are_floats = [x.dtype != jax.dtypes.float0 for x in shapes]
 
         def float_gradients() -> list[jax.Array]:
-            gradients = jax.tree.leaves(pullback(cotangents[0]))
+            (gradients,) = pullback(cotangents[0])
             return list(itertools.compress(gradients, are_floats))
 
         grads = iter(_evaluate_inline(jax.make_jaxpr(float_gradients)(), target))
-        flat = [
-            next(grads) if is_float else np.zeros(x.shape, x.dtype)
-            for x, is_float in zip(flat, are_floats, strict=True)
-        ]
-        return (jax.tree.unflatten(structure, flat),)
+        return (
+            [
+                next(grads) if is_float else np.zeros(x.shape, x.dtype)
+                for x, is_float in zip(shapes, are_floats, strict=True)
+            ],
+        )
 
     inline = jax.custom_vjp(fn)
     inline.defvjp(forward, backward)

@@ -238,21 +238,6 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         whole = lax.all_gather(block, axis.name, axis_index_groups=inside, tiled=True)
         return whole[: flat.size].reshape(value.shape)
 
-    def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
-        """This replica's block of the sum: scattered inside groups, then across."""
-        inside, across = self._groups(axis)
-        size = self._block_size(value, axis, dim)
-        if value.size == 0:
-            return lax.slice_in_dim(value, 0, size, axis=dim)
-        first = jnp.moveaxis(value, dim, 0)
-        # After the first stage, a replica has its group's sums of the blocks of all its
-        # counterparts. The second stage scatters these sums to the counterparts.
-        blocks = first.reshape(len(inside), len(across), size, *first.shape[1:])
-        block = jnp.swapaxes(blocks, 0, 1)
-        for groups in (inside, across):
-            block = lax.psum_scatter(block, axis.name, axis_index_groups=groups)
-        return jnp.moveaxis(block, 0, dim)
-
     def _groups(self, axis: ReplicaAxis) -> tuple[list[list[int]], list[list[int]]]:
         """The groups of neighbours, and the groups of their counterparts."""
         size = self.group_size or axis.num_per_host

@@ -145,12 +145,7 @@ def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device
     accepted, too. For an unknown, missing or repeated device, or an empty list, a
     DeviceError names `caller`.
     """
-    if isinstance(devices, str):
-        raise DeviceError(
-            f"{caller}: devices must be a list of device strings; got the string "
-            f"{devices!r}. Write devices=[{devices!r}]."
-        )
-    if not hasattr(devices, "__iter__"):
+    if isinstance(devices, str) or not hasattr(devices, "__iter__"):
         raise DeviceError(
             f"{caller}: devices must be a list of device strings; got {devices!r}. "
             "Name each device, as in devices=['gpu:0', 'gpu:1'], or omit devices to "

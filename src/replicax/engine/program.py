@@ -10,7 +10,7 @@
    replicas by each variable's `aggregation`.
 3. Write back: run the program, and store the new values in the variables.
 
-Each trace of a step replays it once for each `tape.gradient`. If the analysis of a
+For each `tape.gradient`, a trace of a step replays it (`replay`). If the analysis of a
 trace changes the program, the program is traced again.
 
 The third stage is atomic: an interrupt occurs before or after all stores. Donation

@@ -17,7 +17,6 @@ import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._private import keras as internals
-from replicax._util.types import PyTree
 from replicax.errors import LostValuesError
 
 __all__ = [
@@ -61,7 +60,7 @@ class _Users:
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()
         )
-        self.last: tuple[int, list[PyTree]] = (0, [])
+        self.last: tuple[int, list[object]] = (0, [])
 
 
 _users = _Users()

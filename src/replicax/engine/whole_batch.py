@@ -272,7 +272,7 @@ def _require_rows(
         )
 
 
-def _rank(x: PyTree) -> int:
+def _rank(x: object) -> int:
     return len(getattr(x, "shape", ()))
 
 

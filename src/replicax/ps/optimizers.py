@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from replicax._private.keras import clipped, decays, write_values
-from replicax._util.types import JSONObject, PyTree
+from replicax._util.types import JSONObject
 
 __all__ = [
     "ELEMENTWISE",
@@ -144,8 +144,8 @@ def optimizer_rule(
 
 
 def clip_before_push(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[PyTree]
-) -> list[PyTree]:
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[jax.Array | None]
+) -> list[jax.Array | None]:
     """Clip gradients as the optimizer would; return them with the loss scale factor.
 
     `gradients` has the gradients of all the optimizer's variables, in order, None for
