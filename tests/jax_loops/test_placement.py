@@ -366,3 +366,18 @@ def test_batches_that_are_none() -> None:
         strategy.global_batch(rx.PerReplica(table))
     batch = (rx.PerReplica(np.ones((2, 3))), 0.5)
     assert strategy.global_batch(batch)[1] == 0.5
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_run_says_that_it_does_not_divide_arguments(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = STRATEGIES[name]()
+    large, small = np.zeros((256, 256), "float32"), np.zeros((64, 64), "float32")
+    strategy.run(lambda tree: tree["w"].sum(), args=({"w": small},))
+    assert not caplog.text
+    for _ in range(2):
+        strategy.run(lambda tree: tree["w"].sum(), args=({"w": large},))
+    count = caplog.text.count("an argument float32[256, 256] is whole on each device")
+    assert count == (name in SPECS)
+    assert ("strategy.shard" in caplog.text) == (name in SPECS)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.core
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.stages import Wrapped
 
 from replicax._private.jax import put_everywhere
@@ -93,7 +93,16 @@ def resharded(array: jax.Array, sharding: NamedSharding) -> jax.Array:
         kind = f"{array.dtype}{list(array.shape)}"
         name = f"the gathering of an array that workers have parts of ({kind})"
         log.note(Operation(name, f"gathered {kind};".encode()))
+    if _device_order(array.sharding) != _device_order(sharding):
+        return jax.device_put(array, sharding)
     return _resharder(sharding)(array)
+
+
+def _device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
+    """The devices in the order of the mesh; a compiled program has one order."""
+    if isinstance(sharding, NamedSharding):
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sharding.device_set)
 
 
 @functools.lru_cache(maxsize=16)

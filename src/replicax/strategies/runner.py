@@ -46,6 +46,9 @@ T = TypeVar("T")
 Agreement = Callable[[Program, Sequence[jax.Array], Sequence[ArrayLike]], None]
 """Compares a new program, its variables' values and its arguments between workers."""
 
+_LARGE_BYTES = 2**18
+"""Smaller arguments, such as a learning rate or a table, need not be divided."""
+
 _CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
 
 
@@ -74,6 +77,7 @@ class ProgramRunner:
         self._check_every = check_every
         self._num_steps = 0
         self._has_warned_of_sharded = False
+        self._has_warned_of_undivided = False
         # Made once: every step compares the arrays' shardings with them.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
 
@@ -195,6 +199,8 @@ class ProgramRunner:
 
     def _place(self, array: PyTree, kind: Kind) -> ArrayLike:
         _refuse_tracer(array)
+        if kind is Kind.MIRRORED and getattr(array, "nbytes", 0) >= _LARGE_BYTES:
+            self._warn_of_undivided(array)
         if kind is Kind.PER_REPLICA:
             combine.require_all_replicas(
                 PerReplica(array), self.group.num_replicas, "run"
@@ -220,6 +226,22 @@ class ProgramRunner:
         if kind is Kind.MIRRORED:
             return device_put.laid_out(jnp.copy(array), wanted)
         return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
+
+    def _warn_of_undivided(self, array: ArrayLike) -> None:
+        """Warn once of a large argument that the strategy does not divide."""
+        layouts = self.group.layouts
+        divides = layouts.split_weights or layouts.of_path is not None
+        if divides and self.group.mesh.size > 1 and not self._has_warned_of_undivided:
+            self._has_warned_of_undivided = True
+            _logger.warning(
+                "Strategy.run: an argument %s%s is whole on each device: %s divides "
+                "Keras variables, but no arguments of run. To divide a pytree of "
+                "parameters, place it with strategy.shard, and call your own jax.jit "
+                "in place of run.",
+                array.dtype,
+                list(np.shape(array)),
+                type(self._strategy).__name__,
+            )
 
     def _warn_of_sharded(self, array: jax.Array) -> None:
         """Warn once that a sharded argument goes whole to every replica."""
