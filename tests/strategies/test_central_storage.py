@@ -103,18 +103,6 @@ def test_bad_devices_are_refused_by_name(devices: Any, home: Any) -> None:
         rx.CentralStorageStrategy(devices, home)
 
 
-def test_without_a_cpu_device_one_must_be_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_cpu(backend: str | None = None) -> Any:
-        raise RuntimeError(f"Unknown backend {backend}")  # With JAX_PLATFORMS=cuda.
-
-    devices = jax.devices()
-    monkeypatch.setattr(jax, "local_devices", no_cpu)
-    with pytest.raises(rx.DeviceError, match=r"no CPU device .* parameter_device\.$"):
-        rx.CentralStorageStrategy(devices[:2])
-
-
 # Loops.
 
 

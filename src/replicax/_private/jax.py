@@ -69,11 +69,6 @@ def frames_of(equation: object) -> Iterator[tuple[str, int, str]]:
         yield frame.file_name, frame.line_num, frame.function_name
 
 
-def jaxlib_version() -> tuple[int, ...]:
-    """Return the version of the installed jaxlib, as numbers."""
-    return importlib.import_module("jaxlib").version.__version_info__
-
-
 def distributed_state() -> Any:
     """Return the state of `jax.distributed`; its `client` has a key-value store."""
     return importlib.import_module("jax._src.distributed").global_state

@@ -1,9 +1,7 @@
 """`CentralStorageStrategy`: variables on one device, replicas on several devices."""
 
 import collections
-import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,7 +28,6 @@ from replicax.engine.devices import (
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.variables import Update
-from replicax.errors import DeviceError
 from replicax.strategies.home import ReplicaHome
 from replicax.strategies.strategy import Strategy
 
@@ -82,13 +79,10 @@ class CentralStorageStrategy(Strategy):
         if parameter_device is not None:
             home = resolve_devices([parameter_device], name)[0]
         else:
-            home = devices[0] if len(devices) == 1 else _host(name)
+            host = jax.local_devices(backend="cpu")[0]
+            home = devices[0] if len(devices) == 1 else host
         mesh = Mesh(np.array([home]), ("parameter",))
-        super().__init__(
-            devices,
-            cross_device_ops,
-            updates_at_home=True,
-        )
+        super().__init__(devices, cross_device_ops, updates_at_home=True)
         self._parameter_device = device_name(home)
         self.home = _ParameterDevice(
             self.group, NamedSharding(mesh, PartitionSpec()), self.runner.dispatch
@@ -126,8 +120,8 @@ class _ParameterDevice(ReplicaHome):
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on copies of the variables, and make its updates."""
-        values = internals.read_values(program.variables)
-        stored = dict(zip(map(id, program.variables), values, strict=True))
+        before = internals.read_values(program.variables)
+        stored = dict(zip(map(id, program.variables), before, strict=True))
         is_new = program.is_new
         if program.at_home is None:
             program.at_home = list(map(self._compiled, program.deferred_updates))
@@ -136,37 +130,18 @@ class _ParameterDevice(ReplicaHome):
         out, gradients, new = program(inputs, arrays)
         at_home = jax.device_put(new, self._sharding)
         stored |= zip(map(id, program.written), at_home, strict=True)
-        updates = list(
-            zip(program.at_home, program.deferred_updates, gradients, strict=True)
-        )
+        updates = zip(program.at_home, program.deferred_updates, gradients, strict=True)
         changed = [v for update in program.deferred_updates for v in update.changed]
         variables = [*program.written, *changed]
-        if is_new or len(set(map(id, changed))) < len(changed):
-            in_turn = itertools.chain(at_home, self._updated(updates, stored))
-            with Announced("compiling the update") if is_new else nullcontext():
-                uninterrupted(lambda: internals.write_values(variables, in_turn))
-        else:
-            calls = [self._call(*update, stored) for update in updates]
-            after = itertools.chain.from_iterable(map(operator.call, calls))
-            # In one call of C, like a program's: an interrupt comes before or after it.
-            internals.write_values(variables, itertools.chain(at_home, after))
+        values = itertools.chain(at_home, self._updated(updates, stored))
+        with Announced("compiling the update") if is_new else nullcontext():
+            # Updates donate the old values: an interrupt must not lose the new ones.
+            uninterrupted(lambda: internals.write_values(variables, values))
         for value, copy in zip(at_home, new, strict=True):
             self._copies.keep(value, copy)
         if gradients:
             self._running.append(min(gradients[0], key=lambda g: g.nbytes))
         return out
-
-    def _call(
-        self,
-        compiled: Wrapped,
-        update: Update,
-        gradients: Sequence[jax.Array],
-        stored: Mapping[int, jax.Array],
-    ) -> Callable[[], list[jax.Array]]:
-        """Make the call of an update, which donates the old values."""
-        before = _values_to_donate([id(v) for v in update.changed], stored)
-        grads = jax.device_put(gradients, self._sharding)
-        return functools.partial(compiled, before, grads)
 
     def _updated(
         self,
@@ -174,8 +149,9 @@ class _ParameterDevice(ReplicaHome):
         stored: dict[int, jax.Array],
     ) -> Iterator[jax.Array]:
         """Make updates one after the other: they may change the same variables."""
-        for compiled, update, grads in updates:
-            after = self._call(compiled, update, grads, stored)()
+        for compiled, update, gradients in updates:
+            before = _values_to_donate([id(v) for v in update.changed], stored)
+            after = compiled(before, jax.device_put(gradients, self._sharding))
             stored |= zip(map(id, update.changed), after, strict=True)
             yield from after
 
@@ -197,18 +173,6 @@ class _ParameterDevice(ReplicaHome):
         )
         jax.eval_shape(compiled, values, gradients)  # Before values are donated.
         return compiled
-
-
-def _host(caller: str) -> Device:
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:  # JAX was started without CPU devices.
-        raise DeviceError(
-            f"{caller}: there is no CPU device for the variables, since JAX was "
-            f"started for {jax.default_backend()!r} only. Set JAX_PLATFORMS="
-            f"{jax.default_backend()},cpu in the environment, or name a "
-            "parameter_device."
-        ) from error
 
 
 def _values_to_donate(

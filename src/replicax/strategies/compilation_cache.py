@@ -3,28 +3,20 @@
 import functools
 import logging
 import os
-import tempfile
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
-from replicax._private.jax import jaxlib_version
 from replicax._util.environment import is_off, usable_cores
 from replicax._util.files import caches_folder
 
 __all__ = ["turn_on"]
 
 _SWITCH = "REPLICAX_COMPILATION_CACHE"
-_JAX_VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
 _XLA_CACHES_OF_JAX = "xla_gpu_per_fusion_autotune_cache_dir"
 _MAX_BYTES = 2 * 2**30
 _UNWRITABLE = "Error writing persistent .* Multiple temp buffer allocations"
-
-# Earlier versions of XLA log errors about SIGILL for each program that they load on a
-# CPU with AVX-512, even if this very machine has compiled it.
-_QUIET_ON_CPUS = (0, 10, 2)
 
 _log = logging.getLogger("replicax")
 
@@ -49,14 +41,11 @@ def turn_on(platform: str) -> Path | None:
     if jax.process_count() > 1:
         return None
     try:
-        base = (
-            Path(named).expanduser().absolute()
-            if named
-            else _default_folder(os.environ)
-        )
-        folder = base / _threads(os.environ)
-        _make_writable(base)
-        _make_writable(folder)
+        base = Path(named).expanduser().absolute() if named else _default_folder()
+        folder = base / _threads()
+        # This process runs stored programs unchecked: no other user may write here.
+        for path in (base, folder):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _trim(base, _MAX_BYTES)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder.
         _log.warning(
@@ -81,9 +70,10 @@ def turn_on(platform: str) -> Path | None:
 
 
 def _is_settled_by_user() -> bool:
-    """Whether the user turned JAX's cache on or off, in any of JAX's ways."""
+    """Whether the user turned JAX's cache on or off, by a call or a variable."""
     return (
-        any(name in os.environ for name in _JAX_VARIABLES)
+        "JAX_ENABLE_COMPILATION_CACHE" in os.environ
+        or "JAX_COMPILATION_CACHE_DIR" in os.environ
         or _config("jax_compilation_cache_dir") is not None
         or not _config("jax_enable_compilation_cache")
     )
@@ -99,32 +89,21 @@ def _is_safe(platform: str) -> bool:
     Programs for some of a TPU's chips, without the first, crash libtpu on loading
     (github.com/jax-ml/jax/issues/38004).
     """
-    if platform == "cpu":
-        return jaxlib_version() >= _QUIET_ON_CPUS
-    return platform in ("gpu", "cuda", "rocm")
+    return platform in ("cpu", "gpu", "cuda", "rocm")
 
 
-def _default_folder(environ: Mapping[str, str]) -> Path:
-    return caches_folder(environ) / "compiled"
+def _default_folder() -> Path:
+    return caches_folder(os.environ) / "compiled"
 
 
-def _threads(environ: Mapping[str, str]) -> str:
+def _threads() -> str:
     """Name the folder of programs for this number of threads.
 
     XLA divides a CPU program's loops by the number of threads at compilation, which is
     no part of JAX's key: a program compiled for one core would use one of 64.
     """
-    cores = usable_cores()
-    pool = environ.get("NPROC", "")
+    cores, pool = usable_cores(), os.environ.get("NPROC", "")
     return f"threads-{cores}-{pool}" if pool.isdecimal() else f"threads-{cores}"
-
-
-def _make_writable(folder: Path) -> None:
-    """Make `folder`, for this user only, and try to write into it."""
-    # This process runs stored programs unchecked: no other user may write here.
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        probe.write(b"replicax")
 
 
 def _trim(base: Path, max_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Dry runs: a strategy's programs are passed to a `ProgramReceiver`, and not run."""
+"""Dry runs: strategies pass their programs to a `ProgramReceiver`, and run none."""
 
 import contextlib
 from collections.abc import Generator, Sequence
@@ -61,7 +61,7 @@ def current_receiver() -> ProgramReceiver | None:
 
 @contextlib.contextmanager
 def dry_running(receiver: ProgramReceiver) -> Generator[None]:
-    """Pass the programs of all strategies that the block creates to a receiver."""
+    """While open, new strategies pass their programs to a receiver."""
     global _receiver
     with using_devices(receiver.devices):
         _receiver = receiver
@@ -104,10 +104,9 @@ class DryRunner(ProgramRunner):
 
 
 def refuse_dry_run(name: str) -> None:
-    """Raise for a strategy whose updates are made apart from its replicas."""
+    """Raise for a strategy that updates its variables apart from its replicas."""
     raise NotImplementedError(
         f"plan: the variables of {name} live apart from its replicas, which plans do "
-        "not cover. Plan with a strategy whose replicas hold them: rx.MirroredStrategy,"
-        " MultiWorkerMirroredStrategy, TPUStrategy, OneDeviceStrategy, "
-        "FullyShardedStrategy or ModelParallelStrategy."
+        "not cover. Plan with a strategy whose replicas hold their variables, such as "
+        "rx.MirroredStrategy or rx.FullyShardedStrategy."
     )

@@ -23,8 +23,7 @@ __all__ = ["ReplicaHome"]
 class ReplicaHome(Home):
     """The home of variables on the replicas' devices, mirrored or sharded.
 
-    Programs make the updates, and nothing is to be done around `fit`. It is the base
-    class of other homes.
+    Programs themselves update the variables. It is the base class of other homes.
 
     Args:
         group: The replicas.
@@ -52,7 +51,7 @@ class ReplicaHome(Home):
         return self._place or self._group.layout(variable)
 
     def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
-        """The sharding of an optimizer's slot that is about to be created."""
+        """The sharding of an optimizer's variable that is about to be created."""
         spec = self._group.layouts.of_slot(path, shape, aggregation)
         return self._place or NamedSharding(self._group.mesh, spec)
 
@@ -80,9 +79,9 @@ class ReplicaHome(Home):
         name, owner = f"{caller}: variable {variable.path!r}", self._group.strategy
         if layout is None:
             return ContextError(
-                f"{name} was created outside the scope of {owner!r}. Create layers, "
-                "models, metrics and optimizers, and call compile, under `with "
-                "strategy.scope():`; and so build a model, or call it first."
+                f"{name} was created outside the scope of {owner!r}. Create, build and "
+                "compile models, and create metrics and optimizers, under `with "
+                "strategy.scope():`."
             )
         if internals.is_owned(variable):
             return ContextError(
@@ -91,12 +90,11 @@ class ReplicaHome(Home):
                 "strategy."
             )
         return ContextError(
-            f"{name} was placed by keras.distribution, or with a layout of its own "
-            f"({layout}), when it was made, and not by {owner!r}. A strategy places "
-            "variables itself: make the model without a distribution, after "
-            "keras.distribution.set_distribution(None). What DataParallel does is "
-            "rx.MirroredStrategy, and rx.ModelParallelStrategy(layout_map) takes a "
-            "ModelParallel's layouts."
+            f"{name} was placed by keras.distribution, or by a layout of its own "
+            f"({layout}), not by {owner!r}. Create the model after "
+            "keras.distribution.set_distribution(None). In place of DataParallel use "
+            "rx.MirroredStrategy, in place of ModelParallel "
+            "rx.ModelParallelStrategy(layout_map)."
         )
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:

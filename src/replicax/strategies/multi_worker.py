@@ -35,10 +35,7 @@ from replicax.engine.devices import Device, before_start, devices_of_one_kind
 from replicax.engine.layouts import ModelSplit
 from replicax.engine.program import Program
 from replicax.engine.variables import Variable
-from replicax.errors import (
-    ClusterConfigError,
-    DeviceError,
-)
+from replicax.errors import ClusterConfigError, DeviceError
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerMirroredStrategy"]
@@ -48,31 +45,31 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several machines.
 
     Every device of every worker holds a copy of each variable and computes on its rows
-    of the global batch; gradients are summed over all of them. Start the same script on
+    of the global batch; gradients are summed over all devices. Start the same script on
     each machine, with a launcher such as `srun` or `torchrun`, or with the machine's
-    `TF_CONFIG`. Make the strategy at the top of the script: JAX must not have started
-    its devices before.
+    `TF_CONFIG`. Create the strategy at the top of the script, before JAX starts its
+    devices.
     (TF: `tf.distribute.MultiWorkerMirroredStrategy`.)
 
     If a worker dies, hangs, raises or runs another program, the processes of all
-    workers end with a message that names it, and with exit code 138 if a restart of all
-    may help.
+    workers end with a message that names this worker. The exit code is 138 if a restart
+    of all may help.
 
     Args:
         cluster_resolver: Describes the cluster: a resolver; the name of a launcher,
             such as `"slurm"`; or `"alone"`, to train in this process only. Defaults to
             the launcher whose variables are set. The page "Launchers" lists them.
         communication_options: Options of the gradients' communication.
-        cross_device_ops: As for `rx.MirroredStrategy`, and so the next three.
+        cross_device_ops: The all-reduce of gradients. Defaults to `rx.NcclAllReduce()`.
         replicas_per_device: Number of replicas on each device.
         shard_update: Whether to shard the optimizer's update (ZeRO stage 1).
-        check_replicas_every: Number of steps between two comparisons.
-        check_input: Whether to compare the workers' first batches of each epoch where
-            all should read the same data. Turn it off for augmentations that differ
+        check_replicas_every: Number of steps between two comparisons of the replicas'
+            variables. None: only when `check_replicas` is called.
+        check_input: Whether to compare the workers' first batches of each epoch, if all
+            workers should read the same data. Turn it off for augmentations that differ
             between workers.
-        timeouts: Deadlines of the start and of getting ready for a new program
-            (`startup`), of a step (`step`), of heartbeats (`heartbeat`) and of the end
-            of the script (`shutdown`). Defaults to `rx.Timeouts()`.
+        timeouts: Deadlines of start-up, steps, heartbeats and shutdown. Defaults to
+            `rx.Timeouts()`.
 
     Raises:
         ClusterConfigError: If the cluster's description is malformed or incomplete, or
@@ -234,9 +231,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         new = [
             i
             for i, v in enumerate(program.variables)
-            # Workers have different shards of a sharded variable.
             if self._compared.get(id(v)) is not v
-            and self.home.layout(v).is_fully_replicated
+            and self.home.layout(
+                v
+            ).is_fully_replicated  # Shards differ between workers.
         ]
         if new:
             checksums = local_checksums([values[i] for i in new])
@@ -254,19 +252,12 @@ class MultiWorkerMirroredStrategy(Strategy):
 class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
     """`rx.MultiWorkerMirroredStrategy` with the arguments of TF's experimental class.
 
-    (TF: `tf.distribute.experimental.MultiWorkerMirroredStrategy`, and
-    `rx.experimental.MultiWorkerMirroredStrategy` here.)
+    (TF: `tf.distribute.experimental.MultiWorkerMirroredStrategy`.)
 
     Args:
         communication: The implementation of collectives.
         cluster_resolver: As for `rx.MultiWorkerMirroredStrategy`.
         **options: The other keywords of `rx.MultiWorkerMirroredStrategy`.
-
-    Raises:
-        ClusterConfigError: As `rx.MultiWorkerMirroredStrategy`, and so the others.
-        ClusterError: If a worker is absent at the start-up deadline.
-        DeviceError: For NCCL without GPUs; if workers differ in their devices.
-        RuntimeError: If JAX has started its devices already.
 
     Example:
         >>> import replicax as rx
@@ -300,16 +291,12 @@ def _check_devices(
         d.platform == "gpu" for d in devices
     ):
         raise DeviceError(
-            f"{caller}: CollectiveCommunication.NCCL needs GPUs, but "
-            f"the devices are {', '.join(platforms)}. Use AUTO, which takes what the "
-            "devices have (Gloo on CPUs, ICI on TPUs)."
+            f"{caller}: CollectiveCommunication.NCCL needs GPUs, but the devices are "
+            f"{', '.join(platforms)}. Use AUTO (Gloo on CPUs, ICI on TPUs)."
         )
     counts = [sum(d.process_index == i for d in devices) for i in range(workers.count)]
     if len(set(counts)) > 1 or len(platforms) > 1:
-        numbers = listed(
-            f"{name}: {count}"
-            for name, count in zip(workers.names, counts, strict=True)
-        )
+        numbers = listed(map("{}: {}".format, workers.names, counts))
         raise DeviceError(
             f"{caller}: all workers need the same number of devices "
             f"of one kind; got {numbers} ({', '.join(platforms)}). Hide devices with "

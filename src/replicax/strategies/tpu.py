@@ -23,8 +23,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     Args:
         tpu_cluster_resolver: The slice. Defaults to `TPUClusterResolver(tpu="")`.
-        communication_options: As for `rx.MultiWorkerMirroredStrategy`, and so all that
-            follow.
+        communication_options: Options of the gradients' communication.
         cross_device_ops: The all-reduce of gradients: XLA's by default.
         replicas_per_device: Number of replicas on each device.
         shard_update: Whether to shard the optimizer's update (ZeRO stage 1).
@@ -34,7 +33,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
             or `rx.config.experimental_connect_to_cluster` has joined the hosts already.
 
     Raises:
-        DeviceError: If JAX has no TPU here; the message says where it was looked for.
+        DeviceError: If JAX has no TPU here; the message says where replicax looked.
         ClusterConfigError: If the slice's description is malformed, the resolver of
             another kind, or if a launcher has started several processes, each with a
             slice of one host; `TPUClusterResolver("local")` allows that.
