@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.seams import made_alike
-from replicax_estimator.from_keras import start_from
+from replicax.seams import made_alike, set_value
 from replicax_estimator.variable_reuse import VariableStore
 
 
@@ -102,7 +101,8 @@ def test_initial_values_may_be_given(strategy: Any) -> None:
     def function(x: Any) -> Any:
         layer = keras.layers.Dense(2)
         layer.build(x.shape)
-        start_from([layer.kernel, layer.bias], weights)
+        set_value(layer.kernel, weights[0])
+        set_value(layer.bias, weights[1])
         return keras.ops.sum(layer(x))
 
     _, run = calls(strategy, function)

@@ -40,8 +40,11 @@ def require_choice(value: object, choices: Collection[object], what: str) -> Non
         raise ValueError(f"{what} must be one of {listed}; got {value!r}.")
 
 
-def require_count(value: Any, what: str, least: int = 1) -> None:
+def require_count(
+    value: Any, what: str, least: int = 1, *, or_none: bool = False
+) -> None:
     """Raise ValueError unless `value` is an integer from `least` to 2**31 - 1."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or not least <= value < 2**31:
+    is_allowed = is_integer and least <= value < 2**31
+    if not is_allowed and not (or_none and value is None):
         raise ValueError(f"{what} must be an integer, at least {least}; got {value!r}.")

@@ -48,8 +48,8 @@ _logger = logging.getLogger("replicax")
 class Estimator:
     """Trains, evaluates and predicts with the model that a `model_fn` describes.
 
-    The state lives in `model_dir`: each call restores the newest checkpoint there, and
-    training saves one. So calls may be in different processes, under different
+    The state is in `model_dir`: each call restores the newest checkpoint there, and
+    training saves a checkpoint. So calls may be in different processes, under different
     strategies.
 
     Args:
@@ -57,7 +57,7 @@ class Estimator:
             `config` if its signature has them; returns an `EstimatorSpec`. It processes
             one replica's batch and makes layers, optimizer and metrics. It is called
             more than once, and each call must make the same layers, in the same order.
-        model_dir: Folder of the checkpoints, if it is not in the config.
+        model_dir: Folder of the checkpoints, unless the config has a `model_dir`.
         config: Strategies, intervals and the seed.
         params: Passed to `model_fn` and `input_fn`.
         warm_start_from: A checkpoint, or a folder of checkpoints, that initializes the
@@ -70,7 +70,7 @@ class Estimator:
         is_temporary: Whether `model_dir` is a new temporary folder.
 
     Example:
-        >>> import grain, keras, numpy as np, replicax as rx
+        >>> import keras, numpy as np, replicax as rx
         >>> def model_fn(features, labels, mode):
         ...     prediction = keras.layers.Dense(1)(features)[:, 0]
         ...     if mode == rx.estimator.ModeKeys.PREDICT:
@@ -78,14 +78,11 @@ class Estimator:
         ...     loss = keras.losses.MeanSquaredError()(labels, prediction)
         ...     optimizer = keras.optimizers.SGD(0.1)
         ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
-        >>> def input_fn():
-        ...     x = np.linspace(-1, 1, 32, dtype="float32")[:, None]
-        ...     return grain.MapDataset.source([(x, 2 * x[:, 0])]).repeat(200)
+        >>> batch = np.ones((4, 1), "float32"), np.ones(4, "float32")
         >>> estimator = rx.estimator.Estimator(model_fn)
-        >>> estimator = estimator.train(input_fn, steps=100)
-        >>> results = estimator.evaluate(input_fn, steps=1)
-        >>> results["global_step"], results["loss"] < 1e-3
-        (100, True)
+        >>> estimator = estimator.train(lambda: batch, steps=100)
+        >>> estimator.evaluate(lambda: batch)["loss"] < 1e-3
+        True
     """
 
     _needs_labels = False
@@ -147,13 +144,13 @@ class Estimator:
         max_steps: int | None = None,
         saving_listeners: Sequence[CheckpointSaverListener] | None = None,
     ) -> "Estimator":
-        """Train from the newest checkpoint on, and save one at the end.
+        """Train from the newest checkpoint on, and save a checkpoint at the end.
 
         Args:
             input_fn: Returns a dataset of `(features, labels)` batches, each for **one
                 replica**: a step reads one batch for each replica. Its arguments may be
                 `input_context`, `mode`, `params` and `config`. Each worker calls it
-                once. A single batch in place of a dataset is repeated for ever.
+                once. A single batch in place of a dataset is repeated without end.
             hooks: `SessionRunHook`s.
             steps: Number of steps of this call.
             max_steps: The global step to end at. None for both: train until the input
@@ -167,25 +164,13 @@ class Estimator:
             CheckpointError: If the checkpoint is of another model.
             NanLossDuringTrainingError: If the loss becomes NaN or infinite.
         """
-        self._train(input_fn, hooks, steps, max_steps, saving_listeners)
-        return self
-
-    def _train(
-        self,
-        input_fn: InputFunction,
-        hooks: Sequence[SessionRunHook] | None,
-        steps: int | None,
-        max_steps: int | None,
-        saving_listeners: Sequence[CheckpointSaverListener] | None,
-        *,
-        marks_end: bool = False,
-    ) -> None:
-        _check_steps("train", steps, max_steps)
+        for number in (steps, max_steps):
+            require_count(number, "Estimator.train: the number of steps", or_none=True)
         if steps is not None and max_steps is not None:
             raise ValueError(
                 f"Estimator.train: got steps={steps!r} and max_steps={max_steps!r}. "
-                "steps is the number of steps to make now, max_steps the global step "
-                "to end at: give one of them."
+                "Give either steps, the number of steps of this call, or max_steps, "
+                "the global step to end at."
             )
 
         def last_step(first: int) -> int | None:
@@ -196,7 +181,7 @@ class Estimator:
         has_servers = isinstance(strategy, rx.ParameterServerStrategy)
         is_alone = strategy.workers.count == 1 and not has_servers
         if is_alone and self.latest_checkpoint() is None:
-            self._models.pop(key, None)  # The folder was deleted: start again.
+            self._models.pop(key, None)  # The folder was deleted: start from zero.
         model = self._model(ModeKeys.TRAIN, strategy)
         training = Training(
             model=model,
@@ -207,7 +192,6 @@ class Estimator:
             listeners=saving_listeners or (),
             last_step=last_step,
             initialize=self._initialize,
-            marks_end=marks_end,
         )
         try:
             training.run()
@@ -215,6 +199,7 @@ class Estimator:
             # The model in memory differs from the last checkpoint.
             self._models.pop(key, None)
             raise
+        return self
 
     def _initialize(self, model: EstimatorModel) -> None:
         """Warm-start a new training from `warm_start_from`, if given."""
@@ -224,7 +209,7 @@ class Estimator:
         path = rx.latest_checkpoint(path, CHECKPOINT_NAME) or path
         values = saved_variables(path)
         names = warm_start(model, values, path)
-        _logger.info("Estimator: %s begin with the values in %s.", names, path)
+        _logger.info("Estimator: %s start from the values in %s.", names, path)
 
     def evaluate(
         self,
@@ -242,16 +227,16 @@ class Estimator:
                 evaluates an incomplete last step.
             hooks: `SessionRunHook`s.
             checkpoint_path: The checkpoint; None: the newest.
-            name: Name of the evaluations; use a name for each data set.
+            name: Name of the evaluations; use another name for each data set.
 
         Returns:
-            The spec's `eval_metric_ops` by name, `loss` (the mean of the batches'
-            losses) and `global_step`.
+            Results of the spec's `eval_metric_ops` by name, `loss` (the mean of the
+            batches' losses) and `global_step`.
 
         Raises:
             CheckpointError: If the checkpoint is of another model.
         """
-        _check_steps("evaluate", steps)
+        require_count(steps, "Estimator.evaluate: the number of steps", or_none=True)
         strategy = self._config.evaluating_strategy()
         key = ModeKeys.EVAL, strategy
         restore = self._restorer(checkpoint_path, "evaluate", key)
@@ -278,9 +263,10 @@ class Estimator:
             input_fn: Returns features, or `(features, labels)`, whose labels are
                 ignored.
             predict_keys: Keys of the predictions to yield; None: all.
-            hooks: Hooks whose `begin` and `end` are called.
+            hooks: Hooks; only their `begin` and `end` are called.
             checkpoint_path: The checkpoint; None: the newest.
-            yield_single_examples: Yield example by example, not batch by batch.
+            yield_single_examples: Whether to yield example by example; if False, batch
+                by batch.
 
         Yields:
             NumPy arrays, or dicts of arrays, for one example or for one batch.
@@ -360,36 +346,29 @@ class Estimator:
         return os.fspath(path)
 
     def latest_checkpoint(self) -> str | None:
-        """Path of the newest checkpoint in `model_dir`; None if there is none."""
+        """Return the path of the newest checkpoint in `model_dir`; None without one."""
         return rx.latest_checkpoint(self.model_dir, CHECKPOINT_NAME)
 
     def get_variable_names(self) -> list[str]:
-        """Names of the variables in the newest checkpoint."""
+        """Return the names of the variables in the newest checkpoint."""
         return sorted(saved_variables(self._checkpoint(None, "get_variable_names")))
 
     def get_variable_value(self, name: str) -> np.ndarray:
-        """A variable's value in the newest checkpoint.
-
-        Args:
-            name: One of `get_variable_names()`.
-
-        Raises:
-            KeyError: If there is no such variable.
-        """
+        """Return a variable's value in the newest checkpoint, or raise KeyError."""
         return saved_variables(self._checkpoint(None, "get_variable_value"))[name]
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Folder of the evaluations; `metrics.jsonl` has a line for each evaluation."""
+        """Return the folder of the evaluations; each is a line of `metrics.jsonl`."""
         return os.path.join(self.model_dir, "eval" if not name else f"eval_{name}")
 
     def _prepare(self, features: Features, labels: Labels) -> tuple[Features, Labels]:
-        """Convert a batch to arrays of numbers."""
+        """Convert a batch to arrays of numbers, on the host."""
         if self._preprocess is not None:
             features, labels = self._preprocess(features, labels)
         return features, labels
 
     def _postprocess(self, predictions: Predictions) -> Predictions:
-        """Add values that no program returns, such as strings, to predictions."""
+        """Add strings, which programs cannot return, to predictions."""
         return predictions
 
     def _input(self, input_fn: InputFunction, mode: ModeKeys) -> InputPipeline:
@@ -419,8 +398,8 @@ class Estimator:
     ) -> Callable[[EstimatorModel], str]:
         """Return a function that restores a checkpoint and returns its path.
 
-        If there is none, a model that begins with trained values keeps these, and the
-        path is ""; for other models this method raises ValueError.
+        Without a checkpoint, a model with trained initial values keeps these values and
+        the path is ""; for other models this method raises ValueError.
         """
         has_values = self._begins_trained or self._warm_start_from is not None
 
@@ -430,7 +409,7 @@ class Estimator:
             return self._checkpoint(path, method)
 
         if find_path() is None:
-            self._models.pop(key, None)  # Its values may be of a deleted checkpoint.
+            self._models.pop(key, None)  # It may have values of a deleted checkpoint.
         return lambda model: restore_for_evaluation(model, find_path, self._initialize)
 
     def _checkpoint(self, path: str | None, method: str) -> str:
@@ -441,9 +420,3 @@ class Estimator:
                 "Call train first, or give the model_dir of a trained model."
             )
         return os.fspath(checkpoint)
-
-
-def _check_steps(method: str, *numbers: int | None) -> None:
-    for number in numbers:
-        if number is not None:
-            require_count(number, f"Estimator.{method}: the number of steps")

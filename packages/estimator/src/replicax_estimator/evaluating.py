@@ -48,7 +48,7 @@ class Evaluation(Loop):
                 hook.end(self)
             return results | {"global_step": self.global_step}, path
 
-        return self.over_steps(evaluate)
+        return self.call_with_steps(evaluate)
 
 
 def _flatten(results: Mapping[str, Any]) -> EvalResults:
@@ -61,7 +61,7 @@ def _flatten(results: Mapping[str, Any]) -> EvalResults:
 
 
 def append_evaluation(folder: Path, checkpoint: str, results: EvalResults) -> None:
-    """Append a line of JSON to the evaluations in a folder, which it creates."""
+    """Append an evaluation, a line of JSON, to the file in this folder."""
     line = {"checkpoint": checkpoint, "time": time.time()}
     line |= {name: np.asarray(value).tolist() for name, value in results.items()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def append_evaluation(folder: Path, checkpoint: str, results: EvalResults) -> No
 def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
     """Read the evaluations in a folder, by global step in ascending order.
 
-    The last evaluation of a step replaces earlier ones.
+    For a step with several evaluations, the result contains the last one.
 
     Args:
         eval_dir: The folder, from `estimator.eval_dir()`.
@@ -82,13 +82,11 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
 
     Example:
         >>> import replicax as rx
-        >>> def input_fn():
-        ...     return {"x": [1.0, 2.0]}, [2.0, 4.0]
-        >>> estimator = rx.estimator.BaselineRegressor().train(input_fn, steps=5)
-        >>> results = estimator.evaluate(input_fn, steps=1)
-        >>> metrics = rx.estimator.read_eval_metrics(estimator.eval_dir())
-        >>> list(metrics), metrics[5]["loss"] == results["loss"]
-        ([5], True)
+        >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> estimator = rx.estimator.BaselineRegressor().train(lambda: batch, steps=5)
+        >>> results = estimator.evaluate(lambda: batch)
+        >>> list(rx.estimator.read_eval_metrics(estimator.eval_dir()))
+        [5]
     """
     file = Path(eval_dir) / _METRICS_FILE
     if not file.exists():

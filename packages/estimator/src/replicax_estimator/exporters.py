@@ -71,8 +71,7 @@ class _SavedModelExporter(Exporter):
     ) -> None:
         caller = type(self).__name__
         self._receiver_fn = require_receiver_fn(serving_input_receiver_fn, caller)
-        if exports_to_keep is not None:
-            require_count(exports_to_keep, f"{caller}: exports_to_keep")
+        require_count(exports_to_keep, f"{caller}: exports_to_keep", or_none=True)
         self.name = name
         self._num_kept = exports_to_keep
 

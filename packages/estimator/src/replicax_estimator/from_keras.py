@@ -2,7 +2,6 @@
 
 import copy
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,10 +13,10 @@ from replicax_estimator.run_config import RunConfig
 from replicax_estimator.spec import EstimatorSpec, ModeKeys, minimize
 from replicax_estimator.types import Features, Labels, Predictions, Tensor
 
-__all__ = ["model_to_estimator", "start_from"]
+__all__ = ["model_to_estimator"]
 
 _WITH_WEIGHTS = {"features", "sample_weights"}
-"""The keys that TF gives to the features and to the weights of the examples."""
+"""TF's keys of the features and of the examples' weights."""
 
 
 def model_to_estimator(
@@ -27,13 +26,13 @@ def model_to_estimator(
     model_dir: str | os.PathLike[str] | None = None,
     config: RunConfig | None = None,
 ) -> Estimator:
-    """Convert a compiled Keras model to an estimator that trains copies of it.
+    """Convert a compiled Keras model to an estimator that trains copies of the model.
 
-    (TF: `tf.keras.estimator.model_to_estimator`.) Training starts from the model's
-    present weights and does not change the model itself. Features are an array, a
-    tuple, or a dict by the names of the model's inputs; or, with weights of the
-    examples, a dict of `"features"` and `"sample_weights"`. Labels may be a dict by the
-    outputs' names.
+    Training starts from the model's present weights. Features are an array, a tuple, or
+    a dict by the names of the model's inputs; or, with weights of the examples, a dict
+    of `"features"` and `"sample_weights"`. Labels may be a dict by the outputs' names.
+    Predictions are a dict by the outputs' names; `evaluate` returns the compiled
+    metrics. (TF: `tf.keras.estimator.model_to_estimator`.)
 
     Args:
         keras_model: The model, compiled with an optimizer and a loss.
@@ -42,24 +41,19 @@ def model_to_estimator(
         model_dir: As for `Estimator`.
         config: As for `Estimator`.
 
-    Returns:
-        An estimator whose predictions are a dict by the names of the model's outputs,
-        and whose evaluation returns the compiled metrics.
-
     Example:
         >>> import keras, numpy as np, replicax as rx
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse", metrics=["mae"])
+        >>> batch = np.ones((4, 2)), np.ones((4, 1))
         >>> estimator = rx.estimator.model_to_estimator(model)
-        >>> x = np.ones((4, 2), "float32")
-        >>> estimator = estimator.train(lambda: (x, x[:, :1]), steps=20)
-        >>> sorted(estimator.evaluate(lambda: (x, x[:, :1])))
+        >>> sorted(estimator.evaluate(lambda: batch))
         ['global_step', 'loss', 'mae']
     """
     if (keras_model is None) == (keras_model_path is None):
         raise ValueError(
-            "model_to_estimator: give keras_model or keras_model_path, one of them; "
-            f"got {keras_model!r} and {keras_model_path!r}."
+            "model_to_estimator: give either keras_model or keras_model_path; got "
+            f"{keras_model!r} and {keras_model_path!r}."
         )
     model: Any = keras_model  # Keras' methods have no types.
     if model is None:
@@ -70,7 +64,7 @@ def model_to_estimator(
             f"model_to_estimator: model {model.name!r} is not compiled with an "
             "optimizer and a loss. Call model.compile(optimizer=..., loss=...) first."
         )
-    # Each trace makes a model. Keras changes the configs that it reads: copy them.
+    # Each trace makes a model from copies of the configs, which Keras changes.
     class_of, model_config = type(model), model.get_config()
     values = [np.asarray(v) for v in model.variables]
 
@@ -84,8 +78,7 @@ def model_to_estimator(
         if isinstance(features, dict) and set(features) == _WITH_WEIGHTS:
             features, weights = features["features"], features["sample_weights"]
         outputs = model(features, training=training)
-        if values:
-            start_from(model.variables, values)
+        _set_values(model, values)
         predictions = _outputs_by_name(model, outputs)
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predictions=predictions)
@@ -119,15 +112,15 @@ def _arrange_labels(labels: Labels, outputs: Predictions, names: list[str]) -> L
     if set(labels) != set(names):
         raise ValueError(
             f"model_to_estimator: the model has the outputs {names}; got labels "
-            f"{sorted(labels)}. Name them alike, or give an array for each output."
+            f"{sorted(labels)}. Give labels the outputs' names, or a list of arrays."
         )
     listed = [labels[name] for name in names]
     return listed if isinstance(outputs, list | tuple) else listed[0]
 
 
-def start_from(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    """Set the initial values of variables that this trace has created."""
-    for variable, value in zip(variables, values, strict=True):
+def _set_values(model: keras.Model, values: list[np.ndarray]) -> None:
+    """Set the initial values, unless the user's model was not built and has none."""
+    for variable, value in zip(model.variables, values, strict=bool(values)):
         set_value(variable, value)
 
 

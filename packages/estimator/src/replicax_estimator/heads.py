@@ -1,10 +1,9 @@
 """Heads: compute predictions, loss and metrics from a model's logits.
 
-(TF: `tf.estimator.RegressionHead`, `BinaryClassHead`, `MultiClassHead`.) Shapes: `b`
-examples of one replica, `k` logits each.
+Shapes: `b` examples of one replica, `k` logits each. (TF: `RegressionHead`,
+`BinaryClassHead` and `MultiClassHead` of `tf.estimator`.)
 """
 
-import abc
 import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
@@ -23,13 +22,66 @@ __all__ = ["Head", "head_of"]
 _MEAN, _SUM = "sum_over_batch_size", "sum"
 
 _Metrics: TypeAlias = dict[str, keras.metrics.Metric]
+_Weights: TypeAlias = jax.Array | None
 
 _NUM_THRESHOLDS = 200  # As TF.
 
 
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Predictions, loss and metrics of a model's logits.
+
+    Attributes:
+        logits_dimension: The `k` of the logits.
+        loss_reduction: `"sum_over_batch_size"`: the loss is the sum of the weighted
+            losses divided by their number. `"sum"`: it is their sum, in training over
+            the batches of all replicas, in evaluation over one batch.
+        predictions: Maps logits `float32[b, k]` to predictions `[b, ...]` by name.
+        losses: Maps labels and logits to the losses of each example, `float32[b, n]`.
+        metrics: Maps labels, predictions and weights (`float32[b, 1]`, or None) to new
+            Keras metrics by name, and updates them.
+    """
+
+    logits_dimension: int
+    loss_reduction: str
+    predictions: Callable[[jax.Array], Arrays]
+    losses: Callable[[jax.Array, jax.Array], jax.Array]
+    metrics: Callable[[jax.Array, Arrays, _Weights], _Metrics]
+
+    def spec(
+        self,
+        mode: ModeKeys,
+        logits: jax.Array,
+        labels: jax.Array,
+        weights: _Weights,
+        train_op: Callable[[jax.Array], list[TrainOp]],
+    ) -> EstimatorSpec:
+        """Make the `EstimatorSpec` of a batch of logits `[b, k]`.
+
+        Labels are as `Preprocessor.prepare` returns them. In TRAIN mode
+        `train_op(loss)` returns the updates.
+        """
+        logits = logits.astype("float32")
+        predictions = self.predictions(logits)
+        if mode == ModeKeys.PREDICT:
+            return EstimatorSpec(mode, predictions)
+        losses = self.losses(labels, logits)
+        weighted = losses if weights is None else losses * weights
+        # Replicas' batches have equal sizes: the mean of the means is the global mean.
+        loss = (jnp.sum if self.loss_reduction == _SUM else jnp.mean)(weighted)
+        if mode == ModeKeys.TRAIN:
+            if self.loss_reduction == _SUM:
+                # A step averages the replicas' losses: this makes the average a sum.
+                loss = loss * num_active()
+            return EstimatorSpec(mode, predictions, loss, train_op(loss))
+        metrics = self.metrics(labels, predictions, weights)
+        metrics["average_loss"] = _mean("average_loss", losses, weights)
+        return EstimatorSpec(mode, predictions, loss, eval_metric_ops=metrics)
+
+
 def head_of(
     n_classes: int | None, label_dimension: int, loss_reduction: object
-) -> "Head":
+) -> Head:
     """Return the head for `n_classes` classes; None: for regression.
 
     `loss_reduction` is `"sum_over_batch_size"` or `"sum"`, in any case.
@@ -37,159 +89,87 @@ def head_of(
     name = str(loss_reduction).lower()
     require_choice(name, (_MEAN, _SUM), "loss_reduction")
     if n_classes is None:
-        return _RegressionHead(label_dimension, name)
-    return _BinaryClassHead(1, name) if n_classes == 2 else _ClassHead(n_classes, name)
-
-
-@dataclasses.dataclass(frozen=True)
-class Head(abc.ABC):
-    """Predictions, loss and metrics of a model's logits.
-
-    Args:
-        logits_dimension: The `k` of the logits.
-        loss_reduction: `"sum_over_batch_size"`: the loss is the sum of the weighted
-            losses divided by their number. `"sum"`: it is their sum, in training over
-            the batches of all replicas, in evaluation over one batch.
-    """
-
-    logits_dimension: int
-    loss_reduction: str
-
-    @abc.abstractmethod
-    def predictions(self, logits: jax.Array) -> Arrays:
-        """Return predictions `[b, ...]` by name, from logits `float32[b, k]`."""
-
-    @abc.abstractmethod
-    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
-        """Return the losses of each example: `float32[b, n]`."""
-
-    @abc.abstractmethod
-    def metrics(
-        self, labels: jax.Array, predictions: Arrays, weights: jax.Array | None
-    ) -> _Metrics:
-        """Make Keras metrics by name and update them, with weights `float32[b, 1]`."""
-
-    def spec(
-        self,
-        mode: ModeKeys,
-        logits: jax.Array,
-        labels: jax.Array,
-        weights: jax.Array | None,
-        train_op: Callable[[jax.Array], list[TrainOp]],
-    ) -> EstimatorSpec:
-        """Make the `EstimatorSpec` of a batch of logits `[b, k]`.
-
-        Labels are as `Preprocessor.prepare` returns them. Weights are `float32[b, 1]`,
-        or None for 1 each. In TRAIN mode `train_op(loss)` returns the updates.
-        """
-        logits = logits.astype("float32")
-        predictions = self.predictions(logits)
-        if mode == ModeKeys.PREDICT:
-            return EstimatorSpec(mode, predictions=predictions)
-        losses = self.losses(labels, logits)
-        weighted = losses if weights is None else losses * weights
-        # Replicas' batches have equal sizes: the mean of the means is the global mean.
-        reduce = jnp.sum if self.loss_reduction == _SUM else jnp.mean
-        loss = reduce(weighted)
-        if mode == ModeKeys.TRAIN:
-            if self.loss_reduction == _SUM:
-                # A step averages the replicas' losses: this makes the average a sum.
-                loss = loss * num_active()
-            return EstimatorSpec(
-                mode, predictions=predictions, loss=loss, train_op=train_op(loss)
-            )
-        metrics = self.metrics(labels, predictions, weights)
-        metrics["average_loss"] = _mean("average_loss", losses, weights)
-        return EstimatorSpec(
-            mode, predictions=predictions, loss=loss, eval_metric_ops=metrics
+        return Head(
+            label_dimension,
+            name,
+            predictions=lambda logits: {"predictions": logits},
+            losses=lambda labels, logits: jnp.square(labels - logits),
+            metrics=lambda labels, predictions, weights: _means(
+                labels, predictions["predictions"], weights
+            ),
         )
-
-
-class _RegressionHead(Head):
-    """Regression: logits are the predictions, the loss is the squared error."""
-
-    def predictions(self, logits: jax.Array) -> Arrays:
-        return {"predictions": logits}
-
-    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
-        return jnp.square(labels - logits)
-
-    def metrics(
-        self, labels: jax.Array, predictions: Arrays, weights: jax.Array | None
-    ) -> _Metrics:
-        return _means(labels, predictions["predictions"], weights)
-
-
-class _BinaryClassHead(Head):
-    """Two classes: the logit's sigmoid is the probability of class 1."""
-
-    def predictions(self, logits: jax.Array) -> Arrays:
-        logistic = jax.nn.sigmoid(logits)
-        both = [jax.nn.sigmoid(-logits), logistic]
-        return {
-            "logits": logits,
-            "logistic": logistic,
-            "probabilities": jnp.concatenate(both, axis=1),
-            "class_ids": (logits > 0).astype("int32"),
-            "all_class_ids": _all_class_ids(logits, 2),
-        }
-
-    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
-        losses = ops.binary_crossentropy(labels, logits, from_logits=True)
-        return jnp.asarray(losses)
-
-    def metrics(
-        self, labels: jax.Array, predictions: Arrays, weights: jax.Array | None
-    ) -> _Metrics:
-        logistic = predictions["logistic"]
-        class_ids = predictions["class_ids"].astype("float32")
-        roc = keras.metrics.AUC(_NUM_THRESHOLDS, curve="ROC", name="auc")
-        pr = keras.metrics.AUC(_NUM_THRESHOLDS, curve="PR", name="auc_pr")
-        updates: dict[str, tuple[keras.metrics.Metric, jax.Array]] = {
-            "accuracy": (keras.metrics.Accuracy(name="accuracy"), class_ids),
-            "precision": (keras.metrics.Precision(name="precision"), class_ids),
-            "recall": (keras.metrics.Recall(name="recall"), class_ids),
-            "auc": (roc, logistic),
-            "auc_precision_recall": (pr, logistic),
-        }
-        for metric, predicted in updates.values():
-            metric.update_state(labels, predicted, weights)
-        baseline = _LargerShare(name="accuracy_baseline")
-        baseline.update_state(labels, weights)
-        return {name: metric for name, (metric, _) in updates.items()} | {
-            "accuracy_baseline": baseline,
-            **_means(labels, logistic, weights),
-        }
-
-
-class _ClassHead(Head):
-    """Several classes: the softmax of the logits is their probabilities."""
-
-    def predictions(self, logits: jax.Array) -> Arrays:
-        class_ids = jnp.asarray(ops.argmax(logits, axis=1, keepdims=True))
-        return {
-            "logits": logits,
-            "probabilities": jax.nn.softmax(logits, axis=1),
-            "class_ids": class_ids.astype("int32"),
-            "all_class_ids": _all_class_ids(logits, self.logits_dimension),
-        }
-
-    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
-        losses = ops.sparse_categorical_crossentropy(
-            labels[:, 0], logits, from_logits=True
+    if n_classes == 2:
+        return Head(
+            1, name, _binary_predictions, _binary_losses, metrics=_binary_metrics
         )
-        return jnp.asarray(losses)[:, None]
-
-    def metrics(
-        self, labels: jax.Array, predictions: Arrays, weights: jax.Array | None
-    ) -> _Metrics:
-        accuracy = keras.metrics.Accuracy(name="accuracy")
-        accuracy.update_state(labels, predictions["class_ids"], weights)
-        return {"accuracy": accuracy}
+    return Head(n_classes, name, _class_predictions, _class_losses, _class_metrics)
 
 
-class _LargerShare(keras.metrics.Mean):
-    """The accuracy of always predicting the majority class of two."""
+def _binary_predictions(logits: jax.Array) -> Arrays:
+    logistic = jax.nn.sigmoid(logits)  # The probability of class 1.
+    both = [jax.nn.sigmoid(-logits), logistic]
+    return {
+        "logits": logits,
+        "logistic": logistic,
+        "probabilities": jnp.concatenate(both, axis=1),
+        "class_ids": (logits > 0).astype("int32"),
+        "all_class_ids": _all_class_ids(logits, 2),
+    }
+
+
+def _binary_losses(labels: jax.Array, logits: jax.Array) -> jax.Array:
+    return jnp.asarray(ops.binary_crossentropy(labels, logits, from_logits=True))
+
+
+def _binary_metrics(
+    labels: jax.Array, predictions: Arrays, weights: _Weights
+) -> _Metrics:
+    logistic = predictions["logistic"]
+    class_ids = predictions["class_ids"].astype("float32")
+    roc = keras.metrics.AUC(_NUM_THRESHOLDS, curve="ROC", name="auc")
+    pr = keras.metrics.AUC(_NUM_THRESHOLDS, curve="PR", name="auc_pr")
+    updates: dict[str, tuple[keras.metrics.Metric, jax.Array]] = {
+        "accuracy": (keras.metrics.Accuracy(name="accuracy"), class_ids),
+        "precision": (keras.metrics.Precision(name="precision"), class_ids),
+        "recall": (keras.metrics.Recall(name="recall"), class_ids),
+        "auc": (roc, logistic),
+        "auc_precision_recall": (pr, logistic),
+    }
+    for metric, predicted in updates.values():
+        metric.update_state(labels, predicted, weights)
+    baseline = _MajorityShare(name="accuracy_baseline")
+    baseline.update_state(labels, weights)
+    return {name: metric for name, (metric, _) in updates.items()} | {
+        "accuracy_baseline": baseline,
+        **_means(labels, logistic, weights),
+    }
+
+
+def _class_predictions(logits: jax.Array) -> Arrays:
+    class_ids = jnp.asarray(ops.argmax(logits, axis=1, keepdims=True))
+    return {
+        "logits": logits,
+        "probabilities": jax.nn.softmax(logits, axis=1),
+        "class_ids": class_ids.astype("int32"),
+        "all_class_ids": _all_class_ids(logits, logits.shape[1]),
+    }
+
+
+def _class_losses(labels: jax.Array, logits: jax.Array) -> jax.Array:
+    losses = ops.sparse_categorical_crossentropy(labels[:, 0], logits, from_logits=True)
+    return jnp.asarray(losses)[:, None]
+
+
+def _class_metrics(
+    labels: jax.Array, predictions: Arrays, weights: _Weights
+) -> _Metrics:
+    accuracy = keras.metrics.Accuracy(name="accuracy")
+    accuracy.update_state(labels, predictions["class_ids"], weights)
+    return {"accuracy": accuracy}
+
+
+class _MajorityShare(keras.metrics.Mean):
+    """The accuracy of a model that always predicts the majority class of two."""
 
     def result(self) -> jax.Array:
         share = jnp.asarray(super().result())
@@ -197,17 +177,13 @@ class _LargerShare(keras.metrics.Mean):
         return jnp.where(self.count > 0, jnp.maximum(share, 1 - share), 0.0)
 
 
-def _mean(
-    name: str, values: jax.Array, weights: jax.Array | None
-) -> keras.metrics.Mean:
+def _mean(name: str, values: jax.Array, weights: _Weights) -> keras.metrics.Mean:
     metric = keras.metrics.Mean(name=name)
     metric.update_state(values, weights)
     return metric
 
 
-def _means(
-    labels: jax.Array, predicted: jax.Array, weights: jax.Array | None
-) -> _Metrics:
+def _means(labels: jax.Array, predicted: jax.Array, weights: _Weights) -> _Metrics:
     return {
         "label/mean": _mean("label_mean", labels, weights),
         "prediction/mean": _mean("prediction_mean", predicted, weights),
@@ -215,6 +191,6 @@ def _means(
 
 
 def _all_class_ids(logits: jax.Array, n_classes: int) -> jax.Array:
-    """`int32[b, n_classes]`, the same in each row."""
+    """Return the class ids `int32[b, n_classes]`, the same in each row."""
     column = jnp.zeros_like(logits[:, :1], dtype="int32")
     return column + jnp.arange(n_classes, dtype="int32")

@@ -111,8 +111,7 @@ def _input_fn(
             "mostly wants True, evaluation and prediction False."
         )
     require_count(batch_size, f"{caller}: batch_size")
-    if num_epochs is not None:
-        require_count(num_epochs, f"{caller}: num_epochs")
+    require_count(num_epochs, f"{caller}: num_epochs", or_none=True)
     sizes = [len(array) for array in jax.tree.leaves((features, labels))]
     if len(set(sizes)) != 1 or 0 in sizes:
         raise ValueError(

@@ -49,8 +49,7 @@ class Preprocessor:
 
     def __post_init__(self) -> None:
         require_count(self.label_dimension, "label_dimension")
-        if self.n_classes is not None:
-            require_count(self.n_classes, "n_classes", 2)
+        require_count(self.n_classes, "n_classes", 2, or_none=True)
         names = self.label_vocabulary
         if names is None:
             return

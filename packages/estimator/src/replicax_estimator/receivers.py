@@ -99,9 +99,8 @@ class ServingInputReceiver:
     default_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.default_batch_size is not None:
-            what = "ServingInputReceiver: default_batch_size"
-            require_count(self.default_batch_size, what)
+        what = "ServingInputReceiver: default_batch_size"
+        require_count(self.default_batch_size, what, or_none=True)
         self.specs()
 
     def specs(self) -> dict[str, ArraySpec]:

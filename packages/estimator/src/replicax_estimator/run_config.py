@@ -64,8 +64,8 @@ class RunConfig:
         Interval(*save_interval, "RunConfig: save_checkpoints")  # Raises ValueError.
         if self.log_step_count_steps is not None:
             Interval(self.log_step_count_steps, None, "RunConfig: log_step_count_steps")
-        if self.keep_checkpoint_max is not None:
-            require_count(self.keep_checkpoint_max, "RunConfig: keep_checkpoint_max", 0)
+        what = "RunConfig: keep_checkpoint_max"
+        require_count(self.keep_checkpoint_max, what, 0, or_none=True)
 
     def replace(self, **changes: Any) -> "RunConfig":
         """Return a copy with other values; a new save interval replaces the old one."""

@@ -130,14 +130,10 @@ class Saver:
             self._manager.wait()
         return True
 
-    def close(self, *, finished: bool = False) -> None:
-        """Wait for the last save; `finished` tells evaluators that none follows."""
-        if not self._saves:
-            return
-        if finished:
+    def close(self) -> None:
+        """Wait for the last save, and tell evaluators that no further one follows."""
+        if self._saves:
             self._manager.mark_finished()
-        else:
-            self._manager.close()
 
 
 def restore_for_evaluation(

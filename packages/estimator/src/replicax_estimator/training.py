@@ -32,11 +32,11 @@ __all__ = ["Loop", "Training"]
 
 _logger = logging.getLogger("replicax")
 
-_AHEAD = 16
-"""Steps in flight on the devices; with more, the loop waits for the oldest."""
+_MAX_IN_FLIGHT = 16
+"""Steps that may be queued on the devices; then the loop waits for the oldest step."""
 
 _AGREE_EVERY = 20
-"""Steps between two exchanges in which workers agree whether to save or to stop."""
+"""Steps after which workers agree whether to save and whether to stop."""
 
 _Result = TypeVar("_Result")
 
@@ -63,7 +63,7 @@ class Loop:
         """Stop after the current step."""
         self.stops = True
 
-    def over_steps(
+    def call_with_steps(
         self,
         body: Callable[[Steps], _Result],
         listeners: Sequence[CheckpointSaverListener] = (),
@@ -132,7 +132,6 @@ class Training(Loop):
         last_step: Maps the first global step to the last, or to None: train until the
             input ends.
         initialize: Called with the model if there is no checkpoint to restore.
-        marks_end: Whether to mark the last checkpoint for an evaluator.
     """
 
     directory: str
@@ -140,14 +139,13 @@ class Training(Loop):
     listeners: Sequence[CheckpointSaverListener]
     last_step: Callable[[int], int | None]
     initialize: Callable[[EstimatorModel], None]
-    marks_end: bool
 
     def __post_init__(self) -> None:
         self._position = InputPosition(self.model.strategy.num_replicas_in_sync)
 
     def run(self) -> None:
         """Train until the last step, the end of the input, or a hook's request."""
-        self.over_steps(self._train, self.listeners)
+        self.call_with_steps(self._train, self.listeners)
 
     def _train(self, steps: Steps) -> None:
         model = self.model
@@ -159,22 +157,22 @@ class Training(Loop):
         last = self.last_step(self.global_step)
         if last is not None and self.global_step >= last:
             _logger.info("Training is skipped: step %d is reached.", self.global_step)
-            saver.close(finished=self.marks_end)
+            saver.close()
             return
         self.start_hooks()
         self._loop(steps, self._first_item(steps, first), saver, last)
         model.finalize()
-        self._position.num_steps = 0  # The next call begins its input again.
+        self._position.num_steps = 0  # The next call restarts its input.
         self.is_over = True
         self._save(saver, wait=True)
         for hook in self.hooks:
             hook.end(self)
         for listener in self.listeners:
             listener.end(self, self.global_step)
-        saver.close(finished=self.marks_end)
+        saver.close()
 
     def _first_item(self, steps: Steps, first: Step) -> Step | None:
-        """Return the step to begin with: `first`, unless a training is resumed."""
+        """Return the first step to train on: a later one in a resumed training."""
         number = self._position.num_steps
         self._position.num_steps = 0
         is_resumed = number and not self.model.is_asynchronous
@@ -183,10 +181,10 @@ class Training(Loop):
             item = next(rest, None)
             _logger.warning(
                 "Estimator.train: the last training was interrupted after %d steps of "
-                "its input, which are skipped%s. To begin the input again give "
+                "its input. Training skips these steps%s. To restart the input, give "
                 "RunConfig(restore_input=False).",
                 number,
-                ": no step is left" if item is None else "",
+                ", and no step is left" if item is None else "",
             )
             self._position.num_steps = number
             return item
@@ -195,19 +193,31 @@ class Training(Loop):
     def _loop(
         self, steps: Steps, item: Step | None, saver: Saver, last: int | None
     ) -> None:
-        log = _Log(self.config.log_step_count_steps)
+        timer = None
+        if self.config.log_step_count_steps is not None:
+            timer = Interval(self.config.log_step_count_steps, None, "RunConfig")
         losses: collections.deque[rx.PerReplica] = collections.deque()
         while item is not None:
             losses.append(self.run_step(*item)["loss"])
-            if len(losses) > _AHEAD:
+            if len(losses) > _MAX_IN_FLIGHT:
                 jax.block_until_ready(losses.popleft())
-            log.after_step(self.global_step, losses[-1])
+            if timer is not None and timer.is_due(self.global_step):
+                self._log(losses[-1], timer.restart(self.global_step))
             is_last = last is not None and self.global_step >= last
             if is_last or self._save_if_due(saver, losses[-1]):
                 break
             item = next(steps, None)
         if losses:
             require_finite(first_replica(losses[-1]), self.global_step)
+
+    def _log(self, loss: rx.PerReplica, passed: tuple[int, float] | None) -> None:
+        """Log loss and speed, given the steps and seconds since the last log line."""
+        value, step = first_replica(loss), self.global_step
+        require_finite(value, step)
+        speed = ""
+        if passed is not None:
+            speed = f", {passed[0] / max(passed[1], 1e-9):.4g} steps/s"
+        _logger.info("loss = %.8g, step = %d%s", value, step, speed)
 
     def _step(self, features: Features, labels: Labels) -> dict[str, rx.PerReplica]:
         model = self.model
@@ -225,7 +235,7 @@ class Training(Loop):
         workers = self.model.strategy.workers
         due, stops = saver.is_due(self.global_step), self.stops
         if workers.count > 1:
-            # Clocks and hooks of workers may differ: workers decide together.
+            # Clocks and hooks of workers may differ: the workers decide together.
             if self._position.num_steps % _AGREE_EVERY == 0:
                 answers = workers.exchange("replicax_estimator.agree", [due, stops])
                 due, stops = answers[0][0], any(stop for _, stop in answers)
@@ -246,23 +256,3 @@ class Training(Loop):
         for listener in self.listeners:
             if listener.after_save(self, self.global_step):
                 self.stops = True
-
-
-class _Log:
-    """Logs loss and speed at an interval of steps, and raises if the loss is NaN."""
-
-    def __init__(self, every_n_steps: int | None) -> None:
-        n = every_n_steps
-        self._every = None if n is None else Interval(n, None, "RunConfig")
-
-    def after_step(self, step: int, loss: rx.PerReplica) -> None:
-        if self._every is None or not self._every.is_due(step):
-            return
-        value = first_replica(loss)
-        require_finite(value, step)
-        passed = self._every.restart(step)
-        if passed is None:
-            _logger.info("loss = %.8g, step = %d", value, step)
-        else:
-            speed = passed[0] / max(passed[1], 1e-9)
-            _logger.info("loss = %.8g, step = %d, %.4g steps/s", value, step, speed)

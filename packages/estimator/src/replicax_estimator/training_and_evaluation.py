@@ -25,6 +25,7 @@ from replicax_estimator.types import InputFunction
 __all__ = ["EvalSpec", "TrainSpec", "train_and_evaluate"]
 
 _POLL_SECONDS = 0.5
+_LAMBDA = "Write lambda: dataset."
 
 _logger = logging.getLogger("replicax")
 
@@ -52,7 +53,8 @@ class TrainSpec:
     saving_listeners: Sequence[CheckpointSaverListener] | None = ()
 
     def __post_init__(self) -> None:
-        _check("TrainSpec", self.input_fn, "max_steps", self.max_steps)
+        require_callable(self.input_fn, "TrainSpec: input_fn", _LAMBDA)
+        require_count(self.max_steps, "TrainSpec: max_steps", or_none=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,8 @@ class EvalSpec:
     timeouts: rx.Timeouts = dataclasses.field(default_factory=rx.Timeouts)
 
     def __post_init__(self) -> None:
-        _check("EvalSpec", self.input_fn, "steps", self.steps)
+        require_callable(self.input_fn, "EvalSpec: input_fn", _LAMBDA)
+        require_count(self.steps, "EvalSpec: steps", or_none=True)
         names = [exporter.name for exporter in _exporters(self)]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -103,16 +106,11 @@ def train_and_evaluate(
 ) -> tuple[EvalResults | None, list[str | None]] | None:
     """Train, and evaluate the checkpoints that training saves.
 
-    One process evaluates after saves, at most every `throttle_secs`, and at the end. In
-    a cluster that TF_CONFIG describes, `chief` and `worker` tasks train with
+    A single process evaluates after saves, at most every `throttle_secs`, and at the
+    end. In a cluster that TF_CONFIG describes, `chief` and `worker` tasks train with
     the config's `train_distribute`; an `evaluator` task evaluates their checkpoints
-    until training has ended; a `ps` task serves in the constructor of
+    until training has ended; a `ps` task serves parameters in the constructor of
     `rx.ParameterServerStrategy`. All tasks need the same `model_dir` on shared storage.
-
-    Args:
-        estimator: The estimator.
-        train_spec: The training's arguments.
-        eval_spec: The evaluations' arguments.
 
     Returns:
         In a process that evaluates, the last evaluation's results and the exporters'
@@ -123,25 +121,26 @@ def train_and_evaluate(
 
     Example:
         >>> import replicax as rx
-        >>> def input_fn():
-        ...     return {"x": [1.0, 2.0]}, [2.0, 4.0]
-        >>> results, exports = rx.estimator.train_and_evaluate(
-        ...     rx.estimator.BaselineRegressor(),
-        ...     rx.estimator.TrainSpec(input_fn, max_steps=5),
-        ...     rx.estimator.EvalSpec(input_fn, steps=1),
-        ... )
+        >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> train_spec = rx.estimator.TrainSpec(lambda: batch, max_steps=5)
+        >>> eval_spec = rx.estimator.EvalSpec(lambda: batch)
+        >>> estimator = rx.estimator.BaselineRegressor()
+        >>> results, exports = train_and_evaluate(estimator, train_spec, eval_spec)
         >>> results["global_step"], exports
         (5, [])
     """
     config = estimator.config
     cluster = config.cluster_spec
     evaluation = _Evaluations(estimator, train_spec, eval_spec)
-    max_steps, listeners = train_spec.max_steps, [*(train_spec.saving_listeners or ())]
+    listeners = [*(train_spec.saving_listeners or ())]
     train = functools.partial(
-        estimator._train, train_spec.input_fn, train_spec.hooks, None, max_steps
+        estimator.train,
+        train_spec.input_fn,
+        train_spec.hooks,
+        max_steps=train_spec.max_steps,
     )
     if sum(map(cluster.num_tasks, cluster.jobs)) <= 1:
-        train([*listeners, evaluation])
+        train(saving_listeners=[*listeners, evaluation])
         if evaluation.results is None:  # There was nothing left to train.
             evaluation.end(None, 0)
         return evaluation.results, evaluation.exports
@@ -152,9 +151,9 @@ def train_and_evaluate(
     if "evaluator" not in cluster.jobs and config.is_chief:
         _logger.warning(
             "train_and_evaluate: the cluster has no evaluator task, so nothing is "
-            "evaluated. Add one, or call evaluate when training has ended."
+            "evaluated. Add such a task, or call evaluate when training has ended."
         )
-    train(listeners, marks_end=True)
+    train(saving_listeners=listeners)
     return None
 
 
@@ -192,8 +191,9 @@ class _Evaluations(CheckpointSaverListener):
         )
         _wait(self._spec.start_delay_secs, watch)
         path, is_final = None, False
-        while not is_final and (found := watch.next()) is not None:
-            path, step = os.fspath(found[0]), int(found[1].arrays["global_step"])
+        while not is_final and (checkpoint := watch.next()) is not None:
+            path, contents = os.fspath(checkpoint[0]), checkpoint[1]
+            step = int(contents.arrays["global_step"])
             is_final = watch.is_at_end or (
                 self._max_steps is not None and step >= self._max_steps
             )
@@ -203,7 +203,7 @@ class _Evaluations(CheckpointSaverListener):
                 if is_final or Path(path).exists():
                     raise
                 _logger.warning(
-                    "train_and_evaluate: %s was deleted before it was evaluated. Raise "
+                    "train_and_evaluate: %s was deleted before its evaluation. Raise "
                     "keep_checkpoint_max to keep checkpoints longer.",
                     path,
                 )
@@ -211,7 +211,7 @@ class _Evaluations(CheckpointSaverListener):
             if not is_final:
                 _wait(self._spec.throttle_secs, watch)
         if path is not None and not is_final:
-            # No further checkpoint came: the last one evaluated is the final one.
+            # Training saved no further checkpoint: the last one evaluated is final.
             self._export(path, is_final=True)
 
     def _evaluate(self, path: str | None, *, is_final: bool) -> None:
@@ -255,18 +255,11 @@ def _check_cluster(estimator: Estimator, cluster: rx.ClusterSpec) -> None:
     if estimator.is_temporary:
         raise ValueError(
             "train_and_evaluate: the cluster has several tasks, and the estimator no "
-            "model_dir. Give one that all tasks share."
+            "model_dir. Give it a model_dir that all tasks share."
         )
-    spans = strategy is not None and hasattr(strategy, "cluster_resolver")
-    if not spans:
+    if not hasattr(strategy, "cluster_resolver"):
         raise ValueError(
             f"train_and_evaluate: TF_CONFIG describes the tasks {cluster.as_dict()}, "
             f"and train_distribute={strategy!r} trains in one process. Give "
             "rx.MultiWorkerMirroredStrategy() or rx.ParameterServerStrategy()."
         )
-
-
-def _check(caller: str, input_fn: InputFunction, name: str, number: int | None) -> None:
-    require_callable(input_fn, f"{caller}: input_fn", "Write lambda: dataset.")
-    if number is not None:
-        require_count(number, f"{caller}: {name}")

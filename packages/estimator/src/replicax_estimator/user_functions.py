@@ -29,7 +29,7 @@ Step: TypeAlias = tuple[Features, Labels]
 
 
 class Steps(Iterator[Step], Protocol):
-    """An iterator over steps that can be closed."""
+    """An iterator over steps, with a method to stop it."""
 
     def close(self) -> None:
         """Stop the iteration."""
@@ -39,7 +39,7 @@ _MODEL_ARGUMENTS = ("labels", "mode", "params", "config")
 
 
 class ModelFunction:
-    """A user's `model_fn`, whose result is checked."""
+    """Calls a user's `model_fn`, and checks its result."""
 
     def __init__(
         self,
@@ -64,12 +64,8 @@ class ModelFunction:
         self, features: Features, labels: Labels, mode: ModeKeys
     ) -> EstimatorSpec:
         """Call the function for one replica's batch, and check its spec."""
-        arguments = {
-            "labels": labels,
-            "mode": mode,
-            "params": dict(self.params),
-            "config": self._config,
-        }
+        arguments = {"labels": labels, "mode": mode, "config": self._config}
+        arguments["params"] = dict(self.params)
         accepted = {name: arguments[name] for name in self._accepted}
         if "labels" not in accepted and labels is not None:
             raise ValueError(
@@ -86,7 +82,7 @@ class ModelFunction:
 
 
 class InputPipeline:
-    """A user's `input_fn`, and the preprocessed batches of its dataset."""
+    """Reads and preprocesses the batches of a user's `input_fn`."""
 
     def __init__(
         self,
@@ -98,7 +94,8 @@ class InputPipeline:
         *,
         needs_labels: bool = False,
     ) -> None:
-        require_callable(input_fn, "Estimator: input_fn", _LAMBDA)
+        remedy = "Write input_fn=lambda: dataset."
+        require_callable(input_fn, "Estimator: input_fn", remedy)
         self._input_fn = input_fn
         self._mode = mode
         self._preprocess = preprocess
@@ -108,10 +105,10 @@ class InputPipeline:
         self._accepted = accepted_arguments(input_fn, "input_fn", names)
 
     def steps(self, strategy: rx.Strategy) -> Steps:
-        """Iterate over the steps; a thread prefetches them.
+        """Iterate over the steps, which a thread prefetches.
 
-        In one process each batch is part of a step. Several workers drop the last
-        batches if these are too few for all replicas of all workers.
+        A single process drops no batch. Several workers drop the last batches if these
+        are too few for all replicas of all workers.
         """
         if strategy.workers.count > 1:
             return iter(strategy.distribute_datasets_from_function(self.batches))
@@ -138,9 +135,9 @@ class InputPipeline:
                 "labels) batches."
             )
         if isinstance(result, tuple | dict) or _is_array(result):
-            # A single batch: as in TF, training repeats it for ever.
-            endless = self._mode == ModeKeys.TRAIN
-            return itertools.repeat(result) if endless else iter([result])
+            # A single batch: as in TF, training repeats it without end.
+            is_endless = self._mode == ModeKeys.TRAIN
+            return itertools.repeat(result) if is_endless else iter([result])
         return raw_batches(result)
 
     def _split(self, batch: Any) -> tuple[Features, Labels]:
@@ -161,12 +158,7 @@ class InputPipeline:
             )
         if self._mode == ModeKeys.PREDICT:
             labels = None
-        return _arrays(_tuple_of_features(features)), _arrays(
-            _tuple_of_features(labels)
-        )
-
-
-_LAMBDA = "Write input_fn=lambda: dataset."
+        return _arrays(_as_tuple(features)), _arrays(_as_tuple(labels))
 
 
 def _group(
@@ -174,8 +166,8 @@ def _group(
 ) -> Generator[Step]:
     """Yield steps of up to `num_replicas` batches of equal shapes.
 
-    Where the shapes change, and at the end, a step may have fewer batches: the other
-    replicas compute on copies, whose results do not count.
+    Before a change of shapes and at the end, a step may have fewer batches: the other
+    replicas compute on copies, whose results are ignored.
     """
     rows = (rx.input.split_global_batch(batch, 1).batch for batch in batches)
     if num_replicas > 1:  # A dataset may reuse the arrays of a batch.
@@ -201,8 +193,8 @@ def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "__array__")
 
 
-def _tuple_of_features(value: Any) -> Any:
-    """Convert a list of arrays to a tuple: as in TF, these are several features."""
+def _as_tuple(value: Any) -> Any:
+    """Convert a list of arrays, which as in TF is several arrays, to a tuple."""
     is_several = isinstance(value, list) and all(_is_array(x) for x in value)
     return tuple(value) if is_several else value
 
@@ -227,8 +219,8 @@ def accepted_arguments(
 ) -> set[str]:
     """Select the `offered` arguments that a function has in its signature.
 
-    A function with `**kwargs` gets all of them. Arguments that `functools.partial`
-    binds are left alone. ValueError: The function requires another argument.
+    A function with `**kwargs` accepts all, except those that `functools.partial` has
+    bound. ValueError: The function requires another argument.
     """
     bound = getattr(fn, "keywords", {})
     parameters = inspect.signature(fn).parameters.values()
@@ -241,9 +233,9 @@ def accepted_arguments(
     ]
     if unknown:
         raise ValueError(
-            f"Estimator: {name} has the arguments {unknown}; it can only have some of "
-            f"{[*required, *offered]}."
+            f"Estimator: {name} requires the arguments {unknown}; it can only have some"
+            f" of {[*required, *offered]}."
         )
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = set(offered) if takes_all else {p.name for p in parameters}
+    accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = set(offered) if accepts_all else {p.name for p in parameters}
     return (names & set(offered)) - set(bound)

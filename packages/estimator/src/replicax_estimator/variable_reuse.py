@@ -1,7 +1,7 @@
-"""Reuses the variables of a function that makes new ones on each trace.
+"""Reuses the variables of a function that makes new variables on each trace.
 
-The k-th variable of a later trace stands for the k-th variable of the first trace, and
-must have the same path, dtype and shape.
+The k-th variable of a later trace is a placeholder of the k-th variable of the first
+trace, the original, and must have the same path, dtype and shape.
 """
 
 import contextlib
@@ -19,14 +19,9 @@ __all__ = ["VariableStore"]
 
 
 class VariableStore:
-    """The variables that a function makes.
+    """The variables that a function makes, in the order of their creation.
 
-    Args:
-        caller: Name of the function in errors, such as `"model_fn"`.
-        others: Other variables that the function may read.
-
-    Attributes:
-        variables: The variables of the first trace, in the order of their creation.
+    Errors call the function `caller`. It may also read the `others`.
     """
 
     def __init__(self, caller: str, others: tuple[keras.Variable, ...] = ()) -> None:
@@ -37,11 +32,11 @@ class VariableStore:
 
     @contextlib.contextmanager
     def reuse(self, *, writes: bool = True) -> Generator[None]:
-        """A context in which to call the function; the first call creates variables.
+        """A context for one call of the function; the first call creates variables.
 
-        `writes` is False for a call that must not advance moving statistics or seeds.
-        ContextError: The function makes other variables than the first time, or reads a
-        variable that it has not made.
+        With `writes=False` the call changes no variable, such as a moving average.
+        ContextError: The function makes other variables than in the first call, or
+        reads a variable that it has not made.
         """
         if not self._is_complete:
             self.variables.clear()  # The first call has failed.
@@ -53,7 +48,10 @@ class VariableStore:
 
 
 class _ReuseScope(keras.StatelessScope):
-    """The scope of one call: reads and writes go to the original variables outside."""
+    """The scope of one call, which reads and writes the original variables.
+
+    `_outside` is the scope around the call, with the values of the variables.
+    """
 
     def __init__(self, store: VariableStore, *, is_first: bool, writes: bool) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
@@ -70,7 +68,7 @@ class _ReuseScope(keras.StatelessScope):
         return self
 
     def on_creation(self, variable: keras.Variable) -> bool:
-        """Called for each variable that is created; returns whether to keep it."""
+        """Record a new variable; return whether it is an original."""
         store, number = self._store, len(self._created)
         self._created.append(variable)
         if self._is_first:
@@ -88,7 +86,7 @@ class _ReuseScope(keras.StatelessScope):
         return False
 
     def require_all(self) -> None:
-        """Raise ContextError if the call has made fewer variables than the first."""
+        """Raise ContextError if this call has made fewer variables than the first."""
         number = len(self._created)
         if number < len(self._store.variables):
             missing = self._store.variables[number]
@@ -110,16 +108,15 @@ class _ReuseScope(keras.StatelessScope):
             raise rx.ContextError(
                 f"{self._store.caller}: uses the variable {variable.path!r}, which it "
                 "has not made. Make layers, optimizers and metrics in the "
-                f"{self._store.caller}; for a Keras model there is "
+                f"{self._store.caller}; for a Keras model use "
                 "rx.estimator.model_to_estimator(keras_model=...)."
             )
         return original
 
     def _differs(self, what: str) -> rx.ContextError:
         return rx.ContextError(
-            f"{self._store.caller}: made other variables than the first time: {what}. "
-            "It is called more than once, and must make the same layers, in the same "
-            "order, each time."
+            f"{self._store.caller}: made other variables than in its first call: "
+            f"{what}. Each call must make the same layers, in the same order."
         )
 
 

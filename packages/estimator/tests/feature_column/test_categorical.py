@@ -81,7 +81,7 @@ def test_wrong_categories(raw, error, match) -> None:
         (
             lambda: fc.categorical_column_with_hash_bucket("x", 3, "float32"),
             TypeError,
-            "dtype must be 'string' or one of integers",
+            "dtype must be 'string' or an integer dtype",
         ),
         (lambda: vocabulary([]), ValueError, r"one or more values.*got \(\)"),
         (lambda: vocabulary(["a", "b", "a"]), ValueError, "each once; got .*'b', 'a'"),

@@ -118,7 +118,7 @@ def test_wrong_features() -> None:
         fc.features_of(NUMBER, [1])
     with pytest.raises(ValueError, match="same number of rows"):
         fc.features_of([IDS, AGES], {"i": [1], "age": [1, 2]})
-    with pytest.raises(ValueError, match="no feature tells the number of rows"):
+    with pytest.raises(ValueError, match="no feature has a number of rows"):
         fc.features_of(NUMBER, {})
 
 

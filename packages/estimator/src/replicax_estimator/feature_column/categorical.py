@@ -304,8 +304,8 @@ def categorical_column_with_vocabulary_file(
     caller = f"categorical_column_with_vocabulary_file({key!r})"
     with open(vocabulary_file, encoding="utf-8", newline="\n") as file:
         lines = [line.rstrip("\r\n") for line in file]
+    require_count(vocabulary_size, f"{caller}: vocabulary_size", or_none=True)
     if vocabulary_size is not None:
-        require_count(vocabulary_size, f"{caller}: vocabulary_size")
         if len(lines) < vocabulary_size:
             raise ValueError(
                 f"{caller}: vocabulary_size={vocabulary_size}, but "

@@ -38,7 +38,7 @@ _Initializer: TypeAlias = (
 
 @dataclasses.dataclass(frozen=True)
 class _DenseOfCategories(DenseColumn):
-    """Base class of dense columns that encode a categorical one."""
+    """Base class of dense columns that encode a categorical column."""
 
     categorical_column: CategoricalColumn
 
@@ -74,18 +74,14 @@ class IndicatorColumn(_DenseOfCategories):
 
 
 def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
-    """A dense column of a row's categories, multi-hot encoded.
+    """Make a dense column that encodes the categories of a row as multi-hot.
 
-    An element is the category's count in the row; for a weighted column, the sum of its
-    weights.
-
-    Args:
-        categorical_column: Any categorical column.
+    Each element is the count of a category in the row, or the sum of its weights if
+    `categorical_column` is weighted.
 
     Example:
         >>> from replicax import feature_column as fc
-        >>> tags = fc.categorical_column_with_identity("tags", 3)
-        >>> column = fc.indicator_column(tags)
+        >>> column = fc.indicator_column(fc.categorical_column_with_identity("tags", 3))
         >>> fc.input_layer({"tags": [[0, 0], [2, -1]]}, [column]).tolist()
         [[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
     """
@@ -159,7 +155,7 @@ def embedding_column(
     trainable: bool = True,
     max_norm: float | None = None,
 ) -> EmbeddingColumn:
-    """A dense column that looks up a trained vector for each category.
+    """Make a dense column that looks up a trained vector for each category.
 
     The table is a `replicax.layers.Embedding`: under a `ParameterServerStrategy` its
     rows are sharded over the servers.
@@ -167,7 +163,7 @@ def embedding_column(
     Args:
         categorical_column: Any categorical column.
         dimension: Size of a vector.
-        combiner: How the vectors of a row's ids are combine: `"mean"`, `"sqrtn"` or
+        combiner: How to combine the vectors of a row's ids: `"mean"`, `"sqrtn"` or
             `"sum"`, weighted for a weighted column. A row without ids gets zeros.
         initializer: A Keras initializer. None: a truncated normal distribution with the
             standard deviation `1 / sqrt(dimension)`.
@@ -177,9 +173,9 @@ def embedding_column(
     Example:
         >>> from replicax import feature_column as fc
         >>> tags = fc.categorical_column_with_identity("tags", 3)
-        >>> column = fc.embedding_column(tags, 2, initializer="ones", combiner="sum")
-        >>> fc.input_layer({"tags": [[0, 1], [-1, -1]]}, [column]).tolist()
-        [[2.0, 2.0], [0.0, 0.0]]
+        >>> column = fc.embedding_column(tags, 2, initializer="ones")
+        >>> fc.input_layer({"tags": [0, -1]}, [column]).tolist()
+        [[1.0, 1.0], [0.0, 0.0]]
     """
     options = (combiner, initializer, trainable, max_norm)
     return EmbeddingColumn(categorical_column, dimension, *options)
@@ -194,18 +190,16 @@ def shared_embeddings(
     max_norm: float | None = None,
     trainable: bool = True,
 ) -> list[EmbeddingColumn]:
-    """Embedding columns that share one table.
+    """Make an embedding column for each categorical column; they share one table.
 
-    Columns share the table within a layer; each layer has its own table. The result
-    has a column for each of `categorical_columns`, in their order. Other arguments are
-    those of `embedding_column`.
+    Columns share the table within a layer; each layer has its own table. Other
+    arguments are those of `embedding_column`.
 
     Example:
         >>> from replicax import feature_column as fc
         >>> seen = fc.categorical_column_with_identity("seen", 100)
         >>> bought = fc.categorical_column_with_identity("bought", 100)
-        >>> [column.name for column in fc.shared_embeddings([seen, bought], 8)]
-        ['seen_shared_embedding', 'bought_shared_embedding']
+        >>> columns = fc.shared_embeddings([seen, bought], dimension=8)
     """
     for column in categorical_columns:
         require_instance(column, CategoricalColumn, "shared_embeddings: each column")
@@ -223,7 +217,7 @@ def shared_embeddings(
 
 
 def valid_ids(ids: jax.Array) -> jax.Array:
-    """Replace -1, a missing id, by 0, so that all ids can be looked up."""
+    """Replace -1, a missing id, by 0, which a table contains."""
     return jnp.maximum(ids, 0)
 
 
@@ -232,17 +226,17 @@ def combine(
 ) -> jax.Array:
     """Combine the vectors of each row's ids; a row without ids gets zeros.
 
-    From vectors `float32[B, k, d]`, ids `int32[B, k]` and weights `float32[B, k]`
+    Maps vectors `float32[B, k, d]`, ids `int32[B, k]` and weights `float32[B, k]`
     (None: 1 each) to `float32[B, d]`. `"mean"` divides the weighted sum by the sum of
     weights, `"sqrtn"` by the root of the sum of their squares. Like TF, both ignore ids
     whose weight is not positive.
     """
-    counts = ids >= 0
+    is_used = ids >= 0
     weights = jnp.ones(ids.shape, "float32") if weights is None else weights
     if combiner != "sum":
-        counts &= weights > 0
-    weights = jnp.where(counts, weights, 0)
-    total = jnp.einsum("bkd,bk->bd", jnp.where(counts[..., None], vectors, 0), weights)
+        is_used &= weights > 0
+    weights = jnp.where(is_used, weights, 0)
+    total = jnp.einsum("bkd,bk->bd", jnp.where(is_used[..., None], vectors, 0), weights)
     if combiner == "sum":
         return total
     divisor = weights.sum(axis=1) if combiner == "mean" else (weights**2).sum(axis=1)
@@ -256,6 +250,6 @@ def _clip_norms(vectors: jax.Array, max_norm: float) -> jax.Array:
     """Clip the L2 norm of the vectors along the last dimension to `max_norm`."""
     squares = (vectors**2).sum(axis=-1, keepdims=True)
     is_longer = squares > max_norm**2
-    # The root of 0 has no gradient, and both branches of a where are differentiated.
+    # JAX differentiates both branches of `where`, and the root of 0 has no gradient.
     norms = jnp.sqrt(jnp.where(is_longer, squares, 1))
     return jnp.where(is_longer, vectors * (max_norm / norms), vectors)

@@ -34,10 +34,10 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _cross(prints: list[np.ndarray], key: int) -> np.ndarray:
-    """Hash each combination of each row's values.
+    """Hash each combination of the values of a row.
 
-    From fingerprints `uint64[B, k1]`, `[B, k2]`, ... to `uint64[B, k1 * k2 * ...]`; the
-    last part's values vary fastest. `key` seeds the hash.
+    Maps fingerprints `uint64[B, k1]`, `[B, k2]`, ... to `uint64[B, k1 * k2 * ...]`; the
+    last values vary fastest. `key` seeds the hash.
     """
     rows = len(prints[0])
     combined = np.full((rows, 1), key, np.uint64)
@@ -48,7 +48,7 @@ def _cross(prints: list[np.ndarray], key: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    # The finalizer of SplitMix64: every bit depends on every bit.
+    # The finalizer of SplitMix64: each bit of the result depends on each bit of x.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -67,7 +67,7 @@ class HashedColumn(SingleFeature, CategoricalColumn):
         require_count(self.hash_bucket_size, f"{self.title}: hash_bucket_size")
         if self.dtype != "string" and np.dtype(self.dtype).kind not in "iu":
             raise TypeError(
-                f"{self.title}: dtype must be 'string' or one of integers; got "
+                f"{self.title}: dtype must be 'string' or an integer dtype; got "
                 f"{self.dtype!r}."
             )
 
@@ -87,11 +87,11 @@ class HashedColumn(SingleFeature, CategoricalColumn):
 def categorical_column_with_hash_bucket(
     key: str, hash_bucket_size: int, dtype: DTypeLike = "string"
 ) -> HashedColumn:
-    """A categorical column whose ids are hash buckets.
+    """Make a categorical column whose ids are hash buckets.
 
-    The hash is BLAKE2b, the same in every process and on every machine. TF uses another
-    hash: its bucket numbers differ, and weights trained with it do not fit. An integer
-    is hashed as its decimal digits.
+    The hash is BLAKE2b of the string, or of an integer's decimal digits: the same in
+    every process and on every machine. Bucket numbers of TF, which has another hash,
+    differ, and weights trained with them do not fit.
 
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
@@ -122,8 +122,8 @@ class CrossedColumn(CategoricalColumn):
                 f"categorical columns; got {list(self.crossed_keys)!r}."
             )
         for key in self.crossed_keys:
-            is_known = isinstance(key, str | CategoricalColumn)
-            if not is_known or isinstance(key, HashedColumn | WeightedColumn):
+            is_allowed = isinstance(key, str | CategoricalColumn)
+            if not is_allowed or isinstance(key, HashedColumn | WeightedColumn):
                 raise ValueError(
                     "crossed_column: each key must be the name of a feature or a "
                     "categorical column that is neither hashed nor weighted; got "
@@ -135,12 +135,12 @@ class CrossedColumn(CategoricalColumn):
     @property
     def name(self) -> str:
         """`"x_X_y"`, in alphabetical order."""
-        leaves = self.leaves
-        return "_X_".join(sorted(p if isinstance(p, str) else p.name for p in leaves))
+        names = [x if isinstance(x, str) else x.name for x in self.leaves]
+        return "_X_".join(sorted(names))
 
     @property
     def leaves(self) -> tuple[str | CategoricalColumn, ...]:
-        """The crossed features and columns; nested crosses are flattened."""
+        """The crossed features and columns, with those of nested crosses."""
         parts: list[str | CategoricalColumn] = []
         for key in self.crossed_keys:
             parts += key.leaves if isinstance(key, CrossedColumn) else (key,)
@@ -168,14 +168,14 @@ class CrossedColumn(CategoricalColumn):
                 f"{self.title}: all features must have the same number of rows; got "
                 f"{rows}."
             )
-        is_gone = np.zeros((rows[0], 1), bool)
+        is_missing_any = np.zeros((rows[0], 1), bool)
         for _, missing in parts:
-            pairs = is_gone[:, :, None] | missing[:, None, :]
-            is_gone = pairs.reshape(rows[0], pairs.shape[1] * pairs.shape[2])
+            pairs = is_missing_any[:, :, None] | missing[:, None, :]
+            is_missing_any = pairs.reshape(rows[0], pairs.shape[1] * pairs.shape[2])
         prints = [fingerprints(values) for values, _ in parts]
         key = _DEFAULT_KEY if self.hash_key is None else self.hash_key
         buckets = _cross(prints, key) % np.uint64(self.hash_bucket_size)
-        return np.where(is_gone, -1, buckets.astype("int32")).astype("int32")
+        return np.where(is_missing_any, -1, buckets.astype("int32")).astype("int32")
 
     def _leaf(
         self, leaf: str | CategoricalColumn, features: RawFeatures
@@ -192,11 +192,10 @@ def crossed_column(
     hash_bucket_size: int,
     hash_key: int | None = None,
 ) -> CrossedColumn:
-    """A categorical column of combinations of categories, hashed into buckets.
+    """Make a categorical column of combinations of categories, hashed into buckets.
 
-    A row has an id for each combination of its values without a missing one. The hash
-    depends on the order of `keys`. Bucket numbers are the same in every process, but
-    are not TF's.
+    A row has an id for each combination without missing values. The hash depends on the
+    order of `keys`. Bucket numbers are the same in every process, but are not TF's.
 
     Args:
         keys: Two or more names of features of strings or integers, or categorical
@@ -207,13 +206,8 @@ def crossed_column(
     Example:
         >>> from replicax import feature_column as fc
         >>> ages = fc.bucketized_column(fc.numeric_column("age"), [18, 65])
-        >>> both = fc.crossed_column([ages, "city"], 1000)
-        >>> both.name
+        >>> fc.crossed_column([ages, "city"], 1000).name
         'age_bucketized_X_city'
-        >>> features = {"age": [20, 30, 70], "city": ["Bonn", "Bonn", "Bonn"]}
-        >>> ids = fc.features_of([both], features)[both.outputs[0]]
-        >>> bool(ids[0] == ids[1]), bool(ids[0] == ids[2])
-        (True, False)
     """
     listed = (keys,) if isinstance(keys, str) else tuple(keys)
     return CrossedColumn(listed, hash_bucket_size, hash_key)

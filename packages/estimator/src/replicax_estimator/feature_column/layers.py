@@ -1,6 +1,5 @@
 """Keras layers whose input is feature columns."""
 
-import itertools
 import math
 from typing import Any
 
@@ -43,12 +42,10 @@ class _ColumnsLayer(keras.layers.Layer):
         self._columns = tuple(sorted(listed, key=lambda column: column.name))
         self._tables: dict[str, rx.layers.Embedding] = {}
         names = [column.name for column in self._columns]
-        for name, following in itertools.pairwise(names):
-            if name == following:
-                raise ValueError(
-                    f"{caller}: each column must have a name of its own; got two of "
-                    f"the name {name!r}."
-                )
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"{caller}: columns must have different names; got {names}."
+            )
 
     def __call__(
         self, features: RawFeatures, *args: object, **kwargs: Any
@@ -58,7 +55,7 @@ class _ColumnsLayer(keras.layers.Layer):
         return super().__call__(ready, *args, **kwargs)
 
     def build(self, input_shape: object = None) -> None:
-        """Make the embedding tables, one for all columns that share it."""
+        """Make the embedding tables, one for each `table_name`."""
         del input_shape
         tables = self._tables
         options: dict[str, tuple[object, ...]] = {}
@@ -106,25 +103,20 @@ class DenseFeatures(_ColumnsLayer):
 
     Call it with raw features, which it transforms on the host, or with the result of
     `features_of`. A traced function can pass raw features for numeric and bucketized
-    columns; other columns need `features_of` in the input function.
+    columns; other columns need `features_of` in the input function. The result is
+    `[B, sum of the columns' sizes]` in the layer's compute dtype.
 
     Args:
-        feature_columns: Dense columns: numeric, bucketized, indicator or embedding
-            columns with different names.
+        feature_columns: Dense columns with different names.
         trainable: Whether to train embeddings.
         name: The layer's name.
         **kwargs: Other arguments of a Keras layer.
 
-    Returns (call):
-        `[B, sum of the columns' sizes]` in the layer's compute dtype.
-
     Example:
         >>> from replicax import feature_column as fc
-        >>> height = fc.numeric_column("height")
-        >>> ages = fc.bucketized_column(fc.numeric_column("age"), [18])
-        >>> layer = fc.DenseFeatures([height, ages])
-        >>> layer({"height": [1.5, 2.0], "age": [3, 30]}).tolist()
-        [[1.0, 0.0, 1.5], [0.0, 1.0, 2.0]]
+        >>> layer = fc.DenseFeatures([fc.numeric_column("b"), fc.numeric_column("a")])
+        >>> layer({"a": [1, 2], "b": [3, 4]}).tolist()
+        [[1.0, 3.0], [2.0, 4.0]]
     """
 
     def __init__(
@@ -147,7 +139,7 @@ class DenseFeatures(_ColumnsLayer):
 def _require_dense(column: Column) -> DenseColumn:
     if not isinstance(column, DenseColumn):
         raise ValueError(
-            f"DenseFeatures: columns must be dense; got the categorical column "
+            "DenseFeatures: columns must be dense; got the categorical column "
             f"{column!r}. Put it in an indicator_column or embedding_column."
         )
     return column
@@ -172,30 +164,26 @@ class _Weights(keras.layers.Layer):
 class LinearModel(_ColumnsLayer):
     """A linear layer: a weight for each category and each number, and a bias.
 
-    (TF: `LinearModel` of `tf.estimator` and `tf.feature_column.linear_model`.)
     Variables are `linear_model/x/weights` for a column `x` and
-    `linear_model/bias_weights`, initially zeros. Features: see `DenseFeatures`.
+    `linear_model/bias_weights`, initially zeros. Call it with features as
+    `DenseFeatures`; the result is `[B, units]` in the layer's compute dtype. (TF:
+    `LinearModel` of `tf.estimator` and `tf.feature_column.linear_model`.)
 
     Args:
         feature_columns: Dense or categorical columns with different names.
         units: Size of the result.
-        sparse_combiner: How the weights of a row's ids are combine: `"sum"`,
-            `"mean"` or `"sqrtn"`.
+        sparse_combiner: How to combine the weights of a row's ids: `"sum"`, `"mean"` or
+            `"sqrtn"`.
         trainable: Whether to train the weights.
         name: The layer's name.
         **kwargs: Other arguments of a Keras layer.
 
-    Returns (call):
-        `[B, units]` in the layer's compute dtype.
-
     Example:
         >>> from replicax import feature_column as fc
         >>> day = fc.categorical_column_with_identity("day", 7)
-        >>> layer = fc.LinearModel([day, fc.numeric_column("price")], name="wide")
+        >>> layer = fc.LinearModel([day, fc.numeric_column("price")])
         >>> layer({"day": [0, 3], "price": [1.0, 2.0]}).tolist()
         [[0.0], [0.0]]
-        >>> layer.variables[1].path
-        'wide/day/weights'
     """
 
     def __init__(
@@ -247,9 +235,9 @@ class LinearModel(_ColumnsLayer):
         """Compute a column's term of the sum, `[B, units]`."""
         weights = self._weights[column.name].weight.value
         if isinstance(column, CategoricalColumn):
-            ids, factors = column.ids(arrays)
+            ids, example_weights = column.ids(arrays)
             rows = weights[valid_ids(ids)]
-            return combine(rows, ids, factors, self.sparse_combiner)
+            return combine(rows, ids, example_weights, self.sparse_combiner)
         return self._flatten(_require_dense(column), arrays) @ weights
 
 

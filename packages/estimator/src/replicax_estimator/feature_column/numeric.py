@@ -77,7 +77,7 @@ class NumericColumn(SingleFeature, DenseColumn):
             array = np.full((rows, *self.shape), self.default_value)
         else:
             array = read_numbers(features, self.key, self.shape, self.title)
-        # As in TF the normalizer gets float64; programs have no float64.
+        # As in TF, a normalizer can compute in float64; programs have no float64.
         is_wide = self.dtype == "float64" and isinstance(array, np.ndarray)
         array = array.astype("float64" if is_wide else "float32")
         if self.normalizer_fn is not None:
@@ -104,11 +104,11 @@ def numeric_column(
     dtype: DTypeLike = "float32",
     normalizer_fn: Callable[[Any], Any] | None = None,
 ) -> NumericColumn:
-    """A dense column of numbers.
+    """Make a dense column of numbers.
 
     Args:
-        key: Name of the feature, `[B, *shape]`, or `[B]` for shape `(1,)`. NaN is
-            passed on.
+        key: Name of the feature, `[B, *shape]`, or `[B]` for shape `(1,)`. NaN passes
+            unchanged.
         shape: Shape of a row.
         default_value: The number for all rows of batches without the feature.
         dtype: A dtype of real numbers. `"float64"`: the normalizer gets float64. The
@@ -119,8 +119,8 @@ def numeric_column(
     Example:
         >>> from replicax import feature_column as fc
         >>> age = fc.numeric_column("age", normalizer_fn=lambda years: years / 100)
-        >>> fc.features_of([age], {"age": [20, 50]})[age.outputs[0]].tolist()
-        [[0.20000000298023224], [0.5]]
+        >>> fc.input_layer({"age": [25, 50]}, [age]).tolist()
+        [[0.25], [0.5]]
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     caller = f"numeric_column({key!r})"
@@ -131,9 +131,9 @@ def numeric_column(
 
 
 def multi_hot(ids: jax.Array, weights: jax.Array | None, depth: int) -> jax.Array:
-    """Multi-hot encoding `float32[B, depth]` of ids `int32[B, k]`.
+    """Encode ids `int32[B, k]` as multi-hot vectors `float32[B, depth]`.
 
-    Each id counts 1, or its weight `float32[B, k]`; ids below 0 count nothing.
+    Each id adds 1, or its weight `float32[B, k]`; ids below 0 add nothing.
     """
     hot = jax.nn.one_hot(ids, depth, dtype="float32")
     if weights is not None:
@@ -180,7 +180,7 @@ class BucketizedColumn(DenseColumn, CategoricalColumn):
 
     @property
     def num_buckets(self) -> int:
-        """Number of buckets of a row: each of its numbers has buckets of its own."""
+        """Number of buckets of a row: each number has its own buckets."""
         return (len(self.boundaries) + 1) * self.source_column.shape[0]
 
     def host_ids(self, features: RawFeatures) -> Array:
@@ -214,11 +214,11 @@ class BucketizedColumn(DenseColumn, CategoricalColumn):
 def bucketized_column(
     source_column: NumericColumn, boundaries: Sequence[float]
 ) -> BucketizedColumn:
-    """Numbers in buckets.
+    """Make a column that assigns numbers to buckets.
 
     Boundaries `(0, 10)` make the buckets `(-inf, 0)`, `[0, 10)` and `[10, inf)`;
-    numbers and boundaries are compared as float32. NaN falls into the last bucket. In a
-    `LinearModel`, and in crosses and embeddings, the buckets are ids.
+    numbers and boundaries are compared as float32. The bucket of NaN is the last one.
+    In a `LinearModel`, and in crosses and embeddings, the buckets are ids.
 
     Args:
         source_column: A `numeric_column` of one dimension.

@@ -35,15 +35,14 @@ def rows_of(features: RawFeatures, caller: str) -> int:
         if shape and shape[0] is not None:
             return shape[0]
     raise ValueError(
-        f"{caller}: no feature tells the number of rows; got features "
-        f"{sorted(features)}."
+        f"{caller}: no feature has a number of rows; got features {sorted(features)}."
     )
 
 
 def read_numbers(features: RawFeatures, key: str, shape: _Shape, caller: str) -> Array:
-    """Read a feature of real numbers `[B, *shape]`, in its own dtype.
+    """Read a feature of real numbers `[B, *shape]`, or `[B]` for shape `(1,)`.
 
-    A feature `[B]` fits the shape `(1,)`.
+    The result has the feature's dtype.
     """
     array = _array(features, key, caller)
     is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
@@ -59,17 +58,17 @@ def read_numbers(features: RawFeatures, key: str, shape: _Shape, caller: str) ->
         expected = ", ".join(str(size) for size in ("B", *shape))
         raise ValueError(
             f"{caller}: feature {key!r} must have the shape [{expected}]{also}; got "
-            f"{list(array.shape)}. Give the column shape={tuple(array.shape[1:])} if "
-            "the feature is right."
+            f"{list(array.shape)}. If the feature is correct, give the column "
+            f"shape={tuple(array.shape[1:])}."
         )
     return array
 
 
 def read_categories(features: RawFeatures, key: str, caller: str) -> np.ndarray:
-    """Read a categorical feature `[B, k]`, or `[B]` with one value a row.
+    """Read a categorical feature `[B, k]`, or `[B]` for one value a row.
 
-    The result is `int64`, or an object array of `str` with `""` for missing values
-    (None and NaN in object arrays, as in pandas).
+    The result is `int64`, or an object array of `str`, in which `""` replaces None and
+    NaN, the missing values of pandas.
     """
     array = np.asarray(_array(features, key, caller))
     if array.ndim not in (1, 2):
@@ -96,18 +95,11 @@ def _array(features: RawFeatures, key: str, caller: str) -> Array:
     if key not in features:
         raise ValueError(
             f"{caller}: there is no feature {key!r}; got features "
-            f"{sorted(features)}. Let the input function return it, or name another."
+            f"{sorted(features)}. Let the input function return it."
         )
     value = features[key]
-    if isinstance(value, jax.core.Tracer):
-        return jnp.asarray(value)
-    try:
-        return np.asarray(value)
-    except ValueError as error:
-        raise ValueError(
-            f"{caller}: feature {key!r} is no array: {error}. Fill shorter rows up "
-            "with '' or -1."
-        ) from error
+    as_array = jnp.asarray if isinstance(value, jax.core.Tracer) else np.asarray
+    return as_array(value)
 
 
 def _text(value: object, key: str, caller: str) -> str:
@@ -125,12 +117,12 @@ def _text(value: object, key: str, caller: str) -> str:
 
 
 def is_missing(values: np.ndarray) -> np.ndarray:
-    """Mask the missing categories: `""` among strings, -1 among integers."""
+    """Return where categories are missing: `""` among strings, -1 among integers."""
     return values == ("" if values.dtype == object else -1)
 
 
 def require_kind(values: np.ndarray, dtype: str, key: str, caller: str) -> None:
-    """Raise TypeError unless values are strings for dtype "string", else integers."""
+    """Raise TypeError unless values are strings (dtype "string") or else integers."""
     if (values.dtype == object) != (dtype == "string"):
         got = "strings" if values.dtype == object else "integers"
         raise TypeError(
@@ -141,7 +133,7 @@ def require_kind(values: np.ndarray, dtype: str, key: str, caller: str) -> None:
 
 @functools.lru_cache(maxsize=_KEPT_TEXTS)
 def _fingerprint(text: str) -> int:
-    # `_text` decodes bytes that are no UTF-8 to surrogates.
+    # `_text` decodes bytes that are not UTF-8 to surrogates.
     encoded = text.encode("utf-8", "surrogateescape")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
@@ -149,8 +141,8 @@ def _fingerprint(text: str) -> int:
 def fingerprints(values: np.ndarray) -> np.ndarray:
     """Hash values to 64 bits, the same in every process and on every machine.
 
-    Values are integers, hashed as their decimal digits, or an object array of `str`.
-    Each distinct value is hashed once. The result is `uint64` of the same shape.
+    Values are strings in an object array, or integers, whose decimal digits are hashed.
+    The result is `uint64` of the same shape.
     """
     texts = [str(value) for value in values.ravel().tolist()]
     hashes = {text: _fingerprint(text) for text in dict.fromkeys(texts)}
@@ -159,7 +151,7 @@ def fingerprints(values: np.ndarray) -> np.ndarray:
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """Return a dtype's name, `"string"` for text; TypeError: NumPy does not know it."""
+    """Return a dtype's name, `"string"` for text; TypeError: no such dtype."""
     if isinstance(dtype, np.dtype) and dtype.kind in "USOT":
         return "string"
     name = getattr(dtype, "name", dtype)
@@ -170,7 +162,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def real_dtype_name(dtype: DTypeLike, caller: str) -> str:
-    """Return the name of a dtype of real numbers; raise TypeError for another one."""
+    """Return the name of a dtype of real numbers; TypeError: another dtype."""
     name = dtype_name(dtype)
     if name == "string" or np.dtype(name).kind not in "biuf":
         raise TypeError(
