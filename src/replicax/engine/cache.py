@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 
-__all__ = ["Identity", "ProgramCache", "function_key"]
+__all__ = ["Identity", "ProgramCache", "function_key", "referred_values"]
 
 _logger = logging.getLogger("replicax")
 
@@ -58,7 +58,7 @@ class _KeyOfFunction:
         self._fn = weakref.ref(fn)
         self._with_globals = with_globals
         self._functions = [fn]  # A function that occurs again has its position as key.
-        self._cells: list[tuple[types.CellType, object]] = []
+        self._cells: list[tuple[types.CellType, str, object]] = []
         self._names: list[tuple[dict[str, object], str, object]] = []
         self.parts = self._parts_of(fn)
         self.key = _joined(fn, self.parts)
@@ -69,12 +69,16 @@ class _KeyOfFunction:
         return (
             self._fn() is fn  # `functools.wraps` copies attributes to other functions.
             and all(values.get(name) is value for values, name, value in self._names)
-            and all(_content(cell) is content for cell, content in self._cells)
+            and all(_content(cell) is content for cell, _, content in self._cells)
         )
 
     def refers_to(self, fn: types.FunctionType) -> bool:
         """Whether the function is one of the objects that its key depends on."""
         return any(x is fn for *_, x in [*self._cells, *self._names])
+
+    def values(self) -> list[tuple[str, object]]:
+        """The closed-over values and globals by name, also those of inner functions."""
+        return [(name, value) for _, name, value in [*self._cells, *self._names]]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Pickle as None: a pickled function takes its attributes along."""
@@ -85,7 +89,7 @@ class _KeyOfFunction:
         names = fn.__code__.co_freevars
         for name, cell in zip(names, fn.__closure__ or (), strict=True):
             content = _content(cell)
-            self._cells.append((cell, content))
+            self._cells.append((cell, name, content))
             parts.append((name, self._content_key(content)))
         for i, value in enumerate(fn.__defaults__ or ()):
             parts.append((f"default {i}", static_key(value)))
@@ -166,6 +170,16 @@ def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Has
     if with_globals and not new.refers_to(fn):  # Avoid a reference cycle.
         fn.__dict__[_KEY] = new
     return new.key
+
+
+def referred_values(fn: Callable[..., PyTree]) -> list[tuple[str, object]]:
+    """The values by name that a function uses and that are no arguments of it."""
+    owner = getattr(fn, "__self__", None)
+    attributes = [(f"self.{k}", x) for k, x in getattr(owner, "__dict__", {}).items()]
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, types.FunctionType):
+        return attributes
+    return attributes + _KeyOfFunction(fn).values()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,7 @@ __all__ = [
     "Kind",
     "Options",
     "Outputs",
+    "Placeholder",
     "ResultStructure",
     "are_of_rows",
     "flatten_call",
@@ -51,6 +54,27 @@ class Kind(enum.Enum):
     ROWS = enum.auto()  # [R*b, ...]: each replica gets its rows
     MIRRORED = enum.auto()  # [...]: every replica gets the whole array
     STATIC = enum.auto()  # no array: a constant of the program
+
+
+class MutableObjects(Protocol):
+    """The objects among a call's arguments that the function changes in place."""
+
+    def call(
+        self,
+        fn: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
+    ) -> PyTree:
+        """Call `fn` with the objects in place of their `Placeholder`s."""
+        ...
+
+
+class Placeholder:
+    """Stands for object number `index` of `objects` among the arguments."""
+
+    def __init__(self, objects: MutableObjects, index: int) -> None:
+        self.objects = objects
+        self.index = index
 
 
 class Arguments:
@@ -110,6 +134,16 @@ class Arguments:
             else:
                 leaves.append(next(rest))
         return jax.tree.unflatten(self._structure, leaves)
+
+    def bind(
+        self, fn: Callable[..., PyTree], arrays: Sequence[jax.Array]
+    ) -> Callable[[], PyTree]:
+        """The call of `fn` with one replica's arguments; it may be repeated."""
+        args, kwargs = self.rebuild(arrays)
+        for leaf in self.statics:
+            if isinstance(leaf, Placeholder):
+                return functools.partial(leaf.objects.call, fn, args, kwargs)
+        return functools.partial(fn, *args, **kwargs)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)  # Frozen takes twice the time.

@@ -4,7 +4,6 @@ The device's replicas call the function. Each variable that the function writes 
 combined over all replicas, by the variable's `aggregation`.
 """
 
-import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -142,8 +141,7 @@ class ReplicaStep:
             return self._on_device(replica_step, leaves)
 
         def replica_step(leaves: Leaves) -> PyTree:
-            args, kwargs = self._arguments.rebuild(leaves)
-            call = functools.partial(self._fn, *args, **kwargs)
+            call = self._arguments.bind(self._fn, leaves)
             trace = StepTrace(call, lambda: RecordingScope(recorder))
             context = self._context()
             with entered_context(context):
@@ -177,9 +175,8 @@ class ReplicaStep:
         """Run the function of one replica eagerly, and assign its variables."""
         # JAX moves uncommitted arrays to the variables' device.
         uncommitted = [x if is_key(x) else jnp.asarray(np.asarray(x)) for x in arrays]
-        args, kwargs = self._arguments.rebuild(uncommitted)
         with entered_context(self._context()):
-            call = functools.partial(self._fn, *args, **kwargs)
+            call = self._arguments.bind(self._fn, uncommitted)
             trace = StepTrace(call, lambda: ChildScope(None))
             results = trace.execute()
             for variable, value in trace.scope.updates():
@@ -358,21 +355,21 @@ class ReplicaStep:
     def _replica_step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
         """Trace the function for one replica, and combine the variables it writes."""
         context = self._context()
-        arguments = self._arguments.rebuild(leaves)
         with entered_context(context):
             start = self._start_values(context, written, read)
 
-            def trace_of(arguments: PyTree) -> StepTrace:
-                args, kwargs = arguments
-                call = functools.partial(self._fn, *args, **kwargs)
+            def trace_of(call: Callable[[], PyTree]) -> StepTrace:
                 return StepTrace(call, lambda: self._scope_of(start))
 
-            trace = trace_of(arguments)
+            trace = trace_of(self._arguments.bind(self._fn, leaves))
             out = trace.execute()
             results = self._flat_results(out)
             if self._are_rows and context.num_replicas_here > 1:
                 require_rows(
-                    self._name, out, arguments, lambda x: trace_of(x).execute()
+                    self._name,
+                    out,
+                    self._arguments.rebuild(leaves),
+                    lambda x: trace_of(lambda: self._fn(*x[0], **x[1])).execute(),
                 )
             self.mirrored_sums |= context.mirrored_sums
             changed = {

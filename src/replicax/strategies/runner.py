@@ -34,6 +34,7 @@ from replicax.engine.variables import UndeclaredVariableError
 from replicax.errors import ContextError
 from replicax.input.distributed import DistributedInput
 from replicax.input.sources import is_dataset
+from replicax.jax_loops.nnx_objects import NNXObjects, refuse_closed_over, take_apart
 
 __all__ = [
     "ProgramRunner",
@@ -71,6 +72,7 @@ class ProgramRunner:
     ) -> None:
         self.group = group
         self.programs = ProgramCache[Program](owner_of=operator.attrgetter("owner"))
+        self._objects = ProgramCache[NNXObjects](size=64)
         self._strategy = group.strategy
         self._workers = group.strategy.workers
         self._agree = agree
@@ -99,8 +101,21 @@ class ProgramRunner:
                 f"{type(args).__name__}. For one argument x write args=(x,)."
             )
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
-        call = flatten_call(args, kwargs, self._place)
         options = options or _PLAIN
+        call = take_apart(fn, args, kwargs, self._strategy, self._objects)
+        if call is None:
+            return self._run_flat(fn, args, kwargs, options)
+        with call.objects.in_variables(call):
+            return self._run_flat(call.fn, call.args, call.kwargs, options)
+
+    def _run_flat(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+        options: Options,
+    ) -> PyTree:
+        call = flatten_call(args, kwargs, self._place)
         if call.num_active is not None:
             options = dataclasses.replace(options, num_active=call.num_active)
         return called_in(
@@ -152,6 +167,7 @@ class ProgramRunner:
     ) -> Program:
         arguments = call.make_arguments()
         _refuse_datasets(arguments.statics)
+        refuse_closed_over(fn, f"{current_call()}({describe(fn)})")
         # One trace at a time: layers note in themselves what a trace has added to them.
         with threads.order, Announced(f"tracing {current_call()}({describe(fn)})"):
             program = Program(fn, self.group, arguments, call.arrays, options)

@@ -268,9 +268,10 @@ def divergence_error(
     user_lines = list(dict.fromkeys(line for line in lines if line is not None))
     return DivergenceError(
         f"{name}: the value assigned to {names} differs between replicas, but the "
-        "variable must be equal on all of them. Create it with aggregation='mean', "
-        "'sum' or 'only_first_replica' (add_weight(..., aggregation=...)), or combine "
-        "the value first: rx.get_replica_context().all_reduce(rx.ReduceOp.MEAN, value)."
+        "variable must be equal on all of them. Combine the value first: "
+        "rx.get_replica_context().all_reduce(rx.ReduceOp.MEAN, value); or create a "
+        "Keras variable with aggregation='mean', 'sum' or 'only_first_replica' "
+        "(add_weight(..., aggregation=...))."
         + (f" It is computed in {'; '.join(user_lines)}." if user_lines else "")
     )
 

@@ -1,0 +1,367 @@
+"""NNX objects among the arguments of `Strategy.run`, which the function changes.
+
+`run` takes all objects of a call apart together, so they may share variables. Arrays of
+their NNX variables become variables of the engine, which combines new values over the
+replicas by the type of the NNX variable:
+
+- `BatchStat`: the mean;
+- `MetricState` of `Average`: the sum of the replicas' increments; of `Welford`: the
+  statistics of all replicas' values;
+- `RngKey`: a replica draws from a key of its own, folded from the key and its number;
+- all others, such as `Param` and `OptState`, must be equal on all replicas.
+
+The function gets new objects with these values. `run` stores the combined values in the
+caller's objects. Calls with objects of equal structure share a program.
+"""
+
+import contextlib
+import itertools
+import sys
+import threading
+import types
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.sharding import NamedSharding
+
+from replicax._private import keras as internals
+from replicax._util.types import PyTree
+from replicax._util.user_code import describe
+from replicax.engine import device_put
+from replicax.engine.cache import ProgramCache, referred_values
+from replicax.engine.composites import is_key
+from replicax.engine.protocols import StrategyLike
+from replicax.engine.replica import ReplicaContext
+from replicax.engine.scope import Scope, current_context
+from replicax.engine.signature import Placeholder
+from replicax.engine.values import is_per_replica
+from replicax.engine.variables import Variable
+
+__all__ = ["NNXObjects", "ObjectCall", "refuse_closed_over", "take_apart"]
+
+
+class ObjectCall(NamedTuple):
+    """A call of `Strategy.run` with NNX objects, taken apart.
+
+    Attributes:
+        objects: The structure of the objects, with the engine's variables.
+        leaves: The caller's NNX variables, and arrays that are attributes.
+        arrays: The arrays of `leaves`.
+        fn: The replica function.
+        args: Its arguments, with a `Placeholder` in place of each object.
+        kwargs: Its keyword arguments, likewise.
+    """
+
+    objects: "NNXObjects"
+    leaves: list[Any]
+    arrays: list[Any]
+    fn: Callable[..., PyTree]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+
+
+def _is_object(value: object) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def _is_object_or_tree(value: object) -> bool:
+    """For `is_leaf`: a `State` is an ordinary tree, though it contains variables."""
+    is_state = isinstance(value, sys.modules["flax.nnx"].State)
+    return is_state or is_per_replica(value) or _is_object(value)
+
+
+def take_apart(
+    fn: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    strategy: StrategyLike,
+    cache: "ProgramCache[NNXObjects]",
+) -> ObjectCall | None:
+    """Take the NNX objects of a call of `Strategy.run` apart; None if there are none.
+
+    A method of an object becomes a function of the object, and so does an object that
+    is called.
+
+    Raises:
+        TypeError: If an NNX variable holds anything but arrays and numbers.
+        NotImplementedError: If the strategy's variables are not on the replicas.
+    """
+    if "flax.nnx" not in sys.modules:
+        return None
+    if isinstance(fn, types.MethodType) and _is_object(fn.__self__):
+        fn, args = fn.__func__, (fn.__self__, *args)
+    elif _is_object(fn):
+        fn, args = type(fn).__call__, (fn, *args)
+    pairs, tree = jax.tree_util.tree_flatten_with_path(
+        (args, kwargs), is_leaf=_is_object_or_tree
+    )
+    roots = {_argument_name(path): x for path, x in pairs if _is_object(x)}
+    if not roots:
+        return None
+    graphdef, _, leaves, contents = _flat(tuple(roots.values()))
+    arrays, structure = jax.tree.flatten(contents)
+    kinds = tuple((jnp.shape(x), jnp.result_type(x)) for x in arrays)
+    objects = cache.get(
+        NNXObjects,
+        (graphdef, structure, tuple(roots), kinds),
+        lambda: NNXObjects(strategy, roots, f"Strategy.run({describe(fn)})"),
+    )
+    placeholders = iter(objects.placeholders)
+    flat = [next(placeholders) if _is_object(x) else x for _, x in pairs]
+    args, kwargs = jax.tree.unflatten(tree, flat)
+    return ObjectCall(objects, leaves, arrays, fn, args, kwargs)
+
+
+def _argument_name(path: Sequence[Any]) -> str:
+    """The name of an entry of `(args, kwargs)`: `args[0]`, or `kwargs['model']`."""
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(tuple(path[1:]))
+
+
+def _flat(objects: tuple[Any, ...]) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    """The graph of objects; the paths of its leaves, the leaves, and their values."""
+    from flax import nnx
+
+    graphdef, state = nnx.graph.flatten(objects, graph=True)
+    paths, leaves = [path for path, _ in state], [leaf for _, leaf in state]
+    contents = [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in leaves]
+    return graphdef, paths, leaves, contents
+
+
+class NNXObjects:
+    """The NNX objects of calls of one structure, and a strategy's variables for them.
+
+    Between calls the variables have no values.
+
+    Attributes:
+        placeholders: For each object, the leaf that stands for it in the arguments.
+    """
+
+    def __init__(
+        self, strategy: StrategyLike, roots: Mapping[str, Any], caller: str
+    ) -> None:
+        """See `take_apart`; `roots` are the first such objects, by argument."""
+        if not strategy.home.on_replicas or strategy.group.updates_at_home:
+            raise NotImplementedError(
+                f"{caller}: got an NNX object, {next(iter(roots))}, but the variables "
+                f"of {strategy!r} are not on its replicas. Use rx.MirroredStrategy or "
+                "rx.FullyShardedStrategy."
+            )
+        self._strategy, self._caller = strategy, caller
+        self._lock = threading.Lock()
+        objects, arguments = tuple(roots.values()), tuple(roots)
+        self.placeholders = [Placeholder(self, i) for i in range(len(objects))]
+        self._graphdef, self._paths, leaves, contents = _flat(objects)
+        self._structure = jax.tree.structure(contents)
+        self._variables: list[Variable] = []
+        self._is_attribute: list[bool] = []  # An array that is in no NNX variable.
+        self._key_impls: dict[int, Any] = {}  # Of random keys, by number.
+        self._placed_keys: dict[int, tuple[jax.Array, jax.Array]] = {}
+        summed = _summed_variables(objects)
+        with Scope(strategy):
+            for (entry, *inner), array in jax.tree_util.tree_leaves_with_path(contents):
+                (number, *attributes), leaf = self._paths[entry.idx], leaves[entry.idx]
+                names = [arguments[number], *map(str, [*attributes, *inner])]
+                self._add(names, leaf, array, is_sum=id(leaf) in summed)
+
+    def _add(self, names: list[str], leaf: Any, array: Any, *, is_sum: bool) -> None:
+        """Make the variable of an array, without a value."""
+        from flax import nnx
+
+        if is_key(array):
+            self._key_impls[len(self._variables)] = jax.random.key_impl(array)
+            array = jax.random.key_data(array)
+        dtype = jnp.result_type(array)
+        is_mean = isinstance(leaf, nnx.BatchStat) and jnp.issubdtype(dtype, jnp.inexact)
+        *outer, name = (x.replace("/", "|") for x in names)
+        with contextlib.ExitStack() as scopes:
+            for part in outer:
+                scopes.enter_context(keras.name_scope(part))
+            variable = keras.Variable(
+                "zeros",
+                jnp.shape(array),
+                str(dtype),
+                trainable=isinstance(leaf, nnx.Param),
+                autocast=False,
+                aggregation="mean" if is_mean else "sum" if is_sum else "none",
+                name=name,
+            )
+        internals.write_values([variable], [None])
+        self._variables.append(variable)
+        self._is_attribute.append(not isinstance(leaf, nnx.Variable))
+
+    @contextlib.contextmanager
+    def in_variables(self, call: ObjectCall) -> Generator[None]:
+        """Move the arrays of a call's objects to the variables; afterwards back."""
+        with self._lock:
+            internals.write_values(
+                self._variables,
+                [self._placed(i, array) for i, array in enumerate(call.arrays)],
+            )
+            try:
+                yield
+            finally:
+                values = internals.read_values(self._variables)
+                internals.write_values(self._variables, itertools.repeat(None))
+                for number in self._key_impls:  # Steps do not change keys.
+                    values[number] = call.arrays[number]
+                contents = jax.tree.unflatten(self._structure, values)
+                nnx = sys.modules["flax.nnx"]
+                for leaf, content in zip(call.leaves, contents, strict=True):
+                    if isinstance(leaf, nnx.Variable):
+                        leaf.set_raw_value(content)
+
+    def _placed(self, number: int, array: Any) -> jax.Array:
+        """An array in the layout of its variable; of a key, its data."""
+        variable = self._variables[number]
+        layout: NamedSharding = internals.layout_of(variable)
+        if number in self._key_impls:
+            key, data = self._placed_keys.get(number, (None, None))
+            if key is not array or data is None:
+                data = device_put.laid_out(jax.random.key_data(array), layout)
+                self._placed_keys[number] = (array, data)
+            return data
+        if not isinstance(array, jax.Array):
+            array = jnp.asarray(array)
+        if array.sharding == layout:
+            return array
+        devices = array.sharding.device_set
+        if len(devices) > 1 and devices != layout.device_set:
+            raise ValueError(
+                f"{self._caller}: {variable.path} is on {len(devices)} devices, which "
+                f"are not those of {self._strategy!r}. Use an object with one strategy "
+                "only, or move its arrays to one device first (jax.device_put)."
+            )
+        if device_put.is_spread(array):
+            return device_put.resharded(array, layout)
+        # On one device the result may share memory, which a program may donate.
+        return device_put.laid_out(jnp.copy(array), layout)
+
+    def call(
+        self,
+        fn: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
+    ) -> PyTree:
+        """Call `fn` in a trace, with objects that have the variables' values."""
+        from flax import nnx
+
+        context = current_context()
+        assert context is not None
+        before = [v.value for v in self._variables]
+        for number in self._key_impls:
+            before[number] = self._key_of_replica(number, before[number], context)
+        contents = jax.tree.unflatten(self._structure, before)
+        objects = nnx.graph.unflatten(self._graphdef, contents)
+        welfords = [
+            (metric, _welford_state(metric))
+            for _, metric in nnx.iter_graph(objects)
+            if isinstance(metric, nnx.metrics.Welford)
+        ]
+        args, kwargs = jax.tree.map(
+            lambda x: objects[x.index] if isinstance(x, Placeholder) else x,
+            (args, dict(kwargs)),
+        )
+        results = fn(*args, **kwargs)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            results, is_leaf=_is_object_or_tree
+        ):
+            if _is_object(leaf):
+                raise TypeError(
+                    f"{self._caller}: results{jax.tree_util.keystr(path)} is an NNX "
+                    f"object, {type(leaf).__name__}. The caller's objects are changed "
+                    "in place: return arrays, or nnx.state(object)."
+                )
+        for metric, state in welfords:
+            _combine_welford(metric, state, context)
+        self._assign(objects, before)
+        return results
+
+    def _key_of_replica(
+        self, number: int, data: jax.Array, context: ReplicaContext
+    ) -> jax.Array:
+        key = jax.random.wrap_key_data(data, impl=self._key_impls[number])
+        if self._strategy.num_replicas_in_sync == 1:
+            return key
+        replica = context.replica_id_here + self._strategy.group.first_seed
+        folded = jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), replica)
+        return folded.reshape(key.shape)
+
+    def _assign(self, objects: tuple[Any, ...], before: Sequence[jax.Array]) -> None:
+        """Assign what the function has changed to the variables."""
+        graphdef, paths, _, contents = _flat(objects)
+        after, structure = jax.tree.flatten(contents)
+        if (graphdef, structure) != (self._graphdef, self._structure):
+            changed = {*paths} ^ {*self._paths}
+            names = sorted(".".join(map(str, path[1:])) for path in changed)
+            raise TypeError(
+                f"{self._caller}: the function changes the structure of its NNX "
+                f"objects: {', '.join(names) or 'a static attribute'}. Make all "
+                "attributes before the first step, take intermediates out with "
+                "nnx.pop, and count in an nnx.Variable."
+            )
+        for number, variable in enumerate(self._variables):
+            old, new = before[number], after[number]
+            if new is old or number in self._key_impls:
+                continue
+            kind = (jnp.shape(new), jnp.result_type(new))
+            if kind != (old.shape, old.dtype) or self._is_attribute[number]:
+                raise TypeError(
+                    f"{self._caller}: the function assigns {kind[1]}{list(kind[0])} to "
+                    f"{variable.path}, {old.dtype}{list(old.shape)}. Assign arrays of "
+                    "the same shape and dtype, and only to NNX variables."
+                )
+            variable.assign(new)
+
+
+def _summed_variables(objects: tuple[Any, ...]) -> set[int]:
+    """Ids of the NNX variables whose increments are summed over the replicas."""
+    from flax import nnx
+
+    return {
+        id(variable)
+        for _, metric in nnx.iter_graph(objects)
+        if isinstance(metric, nnx.metrics.Average)
+        for variable in vars(metric).values()
+        if isinstance(variable, nnx.metrics.MetricState)
+    }
+
+
+def _welford_state(metric: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return tuple(x.get_raw_value() for x in (metric.count, metric.mean, metric.m2))
+
+
+def _combine_welford(
+    metric: Any, before: tuple[jax.Array, ...], context: ReplicaContext
+) -> None:
+    """Combine the replicas' updates, all from the state `before` (Chan et al. 1979)."""
+    count, mean, m2 = _welford_state(metric)
+    if count is before[0]:
+        return
+    shift = mean - before[1]  # About the old mean the sums are small.
+    increments = (count - before[0], count * shift, m2 + count * shift**2 - before[2])
+    counts, sums, squares = context.all_reduce("sum", increments)
+    count = before[0] + counts
+    metric.count[...] = count
+    metric.mean[...] = before[1] + sums / count
+    metric.m2[...] = before[2] + squares - sums**2 / count
+
+
+def refuse_closed_over(fn: Callable[..., PyTree], caller: str) -> None:
+    """Raise a TypeError if a function uses an NNX object that is no argument of it."""
+    if "flax.nnx" not in sys.modules:
+        return
+    for name, value in referred_values(fn):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            value, is_leaf=_is_object_or_tree
+        ):
+            if _is_object(leaf):
+                raise TypeError(
+                    f"{caller}: the function uses {name}{jax.tree_util.keystr(path)}, "
+                    f"an NNX object ({type(leaf).__name__}) that is no argument, so "
+                    "its present values would be compiled in. Pass it: strategy.run("
+                    "fn, args=(model, batch)). The function may change it in place."
+                )
