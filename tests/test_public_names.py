@@ -194,7 +194,7 @@ def test_parameters_are_those_of_tensorflow() -> None:
     def parameters(fn: object) -> list[str]:
         return list(inspect.signature(fn).parameters)
 
-    assert parameters(rx.Strategy.run) == ["self", "fn", "args", "kwargs"]
+    assert parameters(rx.Strategy.run)[:4] == ["self", "fn", "args", "kwargs"]
     assert parameters(rx.Strategy.reduce) == ["self", "reduce_op", "value", "axis"]
     assert parameters(rx.Strategy.gather) == ["self", "value", "axis"]
     assert parameters(rx.MirroredStrategy)[:2] == ["devices", "cross_device_ops"]

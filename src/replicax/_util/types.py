@@ -37,4 +37,9 @@ JSONObject: TypeAlias = dict[str, Any]
 class TreeStructure(Protocol):
     """The structure of a tree without its leaves, from `jax.tree.structure`."""
 
+    @property
+    def num_leaves(self) -> int: ...
+
+    def children(self) -> "Sequence[TreeStructure]": ...
+
     def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree: ...

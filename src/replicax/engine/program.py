@@ -107,9 +107,10 @@ class Program:
         self._options = options or Options()
         self.name = f"{current_call()}({describe(fn)})"
         # A deferred update needs the variables' old values.
-        self._donates = not group.updates_at_home
+        self._donates = self._options.donates_variables and not group.updates_at_home
         self.facts = self._options.facts
         self.operation = Operation(self.name, b"", self._options.num_steps or 1)
+        self._donated = arguments.numbers_in(self._options.donated)
         self._step = ReplicaStep(fn, group, arguments, self._options, self.name)
         self.deferred_updates: list[Update] = []
         if self._options.variables is None or self._step.divides_updates:
@@ -182,9 +183,9 @@ class Program:
             # An array cannot be donated if two variables share it, or if it is an
             # argument as well.
             written = [jnp.copy(x) for x in written]
-        call = (written, read, tuple(leaves))
+        call = (written, read, *leaves)
         new: list[jax.Array] = []
-        if not self._donates:
+        if self._group.updates_at_home:
             *new, (flat, gradients) = self._jitted(*call)
         elif is_first or self._has_effects:
             # The first call, and calls of programs with effects (`jax.debug.print`),
@@ -241,7 +242,7 @@ class Program:
         """
         step = self._step
         while True:
-            traced = self._jitted.trace(*self._split(values), tuple(leaves))
+            traced = self._jitted.trace(*self._split(values), *leaves)
             analysis = analyse(
                 self.name,
                 traced.jaxpr,
@@ -269,7 +270,7 @@ class Program:
             lambda *args: structure.unflatten(flat(*jax.tree.leaves(args))),
             largest_bytes,
         )
-        return self._jitted.trace(*self._split(values), tuple(leaves))
+        return self._jitted.trace(*self._split(values), *leaves)
 
     def _split(self, values: Sequence[T]) -> tuple[list[T], list[T]]:
         """Split values of `inputs` into those of written and of read-only variables."""
@@ -281,8 +282,10 @@ class Program:
         group, options, step = self._group, self._options, self._step
         on_replicas = step.on_replicas()
 
-        def program(written: list[jax.Array], *others: PyTree) -> tuple[PyTree, ...]:
-            out, gradients, new = on_replicas(written, *others)
+        def program(
+            written: list[jax.Array], read: list[jax.Array], *leaves: jax.Array
+        ) -> tuple[PyTree, ...]:
+            out, gradients, new = on_replicas(written, read, leaves)
             if options.outputs is Outputs.ROWS and options.num_steps:
                 # [steps, rows, ...] to [steps * rows, ...].
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
@@ -310,11 +313,12 @@ class Program:
         written, read = self._split(layouts)
         # Without explicit shardings, an equivalent sharding of another type would
         # compile the program again.
-        leaves = tuple(NamedSharding(group.mesh, spec) for spec in step.leaf_specs())
+        leaves = [NamedSharding(group.mesh, spec) for spec in step.leaf_specs()]
+        donated = [2 + number for number in self._donated]
         return jax.jit(
             function,
-            donate_argnums=0 if self._donates else (),
-            in_shardings=(written, read, leaves),
+            donate_argnums=(0, *donated) if self._donates else donated,
+            in_shardings=(written, read, *leaves),
             out_shardings=(*written, (None, group.mirrored)),
             compiler_options=compiler_options(
                 group.mesh.devices.flat[0].platform,

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -119,6 +120,17 @@ class Arguments:
             for x, axis in zip(arrays, in_axes, strict=True)
         ]
         return mapped, in_axes
+
+    def numbers_in(self, positions: Sequence[int]) -> list[int]:
+        """Numbers of the arrays in the arguments at these positions."""
+        positional, _ = self._structure.children()
+        kinds, numbers, count = iter(self._kinds), list[int](), itertools.count()
+        for position, argument in enumerate(positional.children()):
+            for kind in itertools.islice(kinds, argument.num_leaves):
+                if kind is not Kind.STATIC:
+                    number = next(count)
+                    numbers += [number] if position in positions else []
+        return numbers
 
     def rebuild(
         self, arrays: Sequence[jax.Array]
@@ -302,6 +314,8 @@ class Options:
             last step, with the variables' new values.
         variables: All variables that the function may use. None: a first trace
             discovers them. Updates that replicas divide always need that trace.
+        donated: Positions of arguments whose arrays are donated.
+        donates_variables: Whether the old values of written variables are donated.
         facts: Values by name that must be equal on all workers.
     """
 
@@ -310,6 +324,8 @@ class Options:
     num_steps: int | None = None
     outputs: Outputs = Outputs.PER_REPLICA
     finish: Callable[[PyTree], PyTree] | None = None
+    donated: tuple[int, ...] = ()
+    donates_variables: bool = True
     # Not in a program's key: `variables` and `facts` follow from the function.
     variables: Sequence[Variable] | None = dataclasses.field(
         default=None, compare=False

@@ -108,7 +108,11 @@ def take_apart(
     objects = cache.get(
         NNXObjects,
         (graphdef, structure, tuple(roots), kinds),
-        lambda: NNXObjects(strategy, roots, f"Strategy.run({describe(fn)})"),
+        lambda: NNXObjects(
+            strategy,
+            roots,
+            {p[1].idx if p[0].idx == 0 else -1 for p, x in pairs if _is_object(x)},
+        ),
     )
     placeholders = iter(objects.placeholders)
     flat = [next(placeholders) if _is_object(x) else x for _, x in pairs]
@@ -138,19 +142,24 @@ class NNXObjects:
 
     Attributes:
         placeholders: For each object, the leaf that stands for it in the arguments.
+        positions: The positions of arguments with objects; -1 for keyword arguments.
     """
 
     def __init__(
-        self, strategy: StrategyLike, roots: Mapping[str, Any], caller: str
+        self,
+        strategy: StrategyLike,
+        roots: Mapping[str, Any],
+        positions: set[int],
     ) -> None:
         """See `take_apart`; `roots` are the first such objects, by argument."""
         if not strategy.home.on_replicas or strategy.group.updates_at_home:
             raise NotImplementedError(
-                f"{caller}: got an NNX object, {next(iter(roots))}, but the variables "
-                f"of {strategy!r} are not on its replicas. Use rx.MirroredStrategy or "
+                f"Strategy.run: {next(iter(roots))} is an NNX object, but {strategy!r} "
+                "keeps variables apart from its replicas. Use rx.MirroredStrategy or "
                 "rx.FullyShardedStrategy."
             )
-        self._strategy, self._caller = strategy, caller
+        self.positions = positions
+        self._strategy = strategy
         self._lock = threading.Lock()
         objects, arguments = tuple(roots.values()), tuple(roots)
         self.placeholders = [Placeholder(self, i) for i in range(len(objects))]
@@ -231,7 +240,7 @@ class NNXObjects:
         devices = array.sharding.device_set
         if len(devices) > 1 and devices != layout.device_set:
             raise ValueError(
-                f"{self._caller}: {variable.path} is on {len(devices)} devices, which "
+                f"Strategy.run: {variable.path} is on {len(devices)} devices, which "
                 f"are not those of {self._strategy!r}. Use an object with one strategy "
                 "only, or move its arrays to one device first (jax.device_put)."
             )
@@ -266,18 +275,19 @@ class NNXObjects:
             (args, dict(kwargs)),
         )
         results = fn(*args, **kwargs)
+        caller = f"Strategy.run({describe(fn)})"
         for path, leaf in jax.tree_util.tree_leaves_with_path(
             results, is_leaf=_is_object_or_tree
         ):
             if _is_object(leaf):
                 raise TypeError(
-                    f"{self._caller}: results{jax.tree_util.keystr(path)} is an NNX "
-                    f"object, {type(leaf).__name__}. The caller's objects are changed "
+                    f"{caller}: results{jax.tree_util.keystr(path)} is an NNX object, "
+                    f"{type(leaf).__name__}. The caller's objects are changed "
                     "in place: return arrays, or nnx.state(object)."
                 )
         for metric, state in welfords:
             _combine_welford(metric, state, context)
-        self._assign(objects, before)
+        self._assign(objects, before, caller)
         return results
 
     def _key_of_replica(
@@ -290,7 +300,9 @@ class NNXObjects:
         folded = jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), replica)
         return folded.reshape(key.shape)
 
-    def _assign(self, objects: tuple[Any, ...], before: Sequence[jax.Array]) -> None:
+    def _assign(
+        self, objects: tuple[Any, ...], before: Sequence[jax.Array], caller: str
+    ) -> None:
         """Assign what the function has changed to the variables."""
         graphdef, paths, _, contents = _flat(objects)
         after, structure = jax.tree.flatten(contents)
@@ -298,7 +310,7 @@ class NNXObjects:
             changed = {*paths} ^ {*self._paths}
             names = sorted(".".join(map(str, path[1:])) for path in changed)
             raise TypeError(
-                f"{self._caller}: the function changes the structure of its NNX "
+                f"{caller}: the function changes the structure of its NNX "
                 f"objects: {', '.join(names) or 'a static attribute'}. Make all "
                 "attributes before the first step, take intermediates out with "
                 "nnx.pop, and count in an nnx.Variable."
@@ -310,7 +322,7 @@ class NNXObjects:
             kind = (jnp.shape(new), jnp.result_type(new))
             if kind != (old.shape, old.dtype) or self._is_attribute[number]:
                 raise TypeError(
-                    f"{self._caller}: the function assigns {kind[1]}{list(kind[0])} to "
+                    f"{caller}: the function assigns {kind[1]}{list(kind[0])} to "
                     f"{variable.path}, {old.dtype}{list(old.shape)}. Assign arrays of "
                     "the same shape and dtype, and only to NNX variables."
                 )

@@ -88,9 +88,9 @@ class ProgramRunner:
         fn: Callable[..., PyTree],
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
-        options: Options | None = None,
+        donate: Sequence[int] = (),
     ) -> PyTree:
-        """Implement `Strategy.run`, with further `options` of the program."""
+        """Implement `Strategy.run`."""
         require_cross_replica("run")
         _refuse_tracing()
         if not callable(fn):
@@ -100,11 +100,20 @@ class ProgramRunner:
                 "Strategy.run: args must be a tuple or list; got a "
                 f"{type(args).__name__}. For one argument x write args=(x,)."
             )
+        donate = tuple(donate)
+        if donate and not all(i in range(len(args)) for i in donate):
+            raise ValueError(
+                f"Strategy.run: got donate={donate} for {len(args)} arguments in args; "
+                "expected their positions, such as donate=(0,)."
+            )
+        num_args = len(args)
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
-        options = options or _PLAIN
         call = take_apart(fn, args, kwargs, self._strategy, self._objects)
         if call is None:
-            return self._run_flat(fn, args, kwargs, options)
+            donated = tuple(i + len(args) - num_args for i in donate)
+            return self._run_flat(fn, args, kwargs, _options(donated))
+        donated = tuple(i + len(call.args) - num_args for i in donate)
+        options = _options(donated, call.objects.positions.issubset(donated))
         with call.objects.in_variables(call):
             return self._run_flat(call.fn, call.args, call.kwargs, options)
 
@@ -274,7 +283,9 @@ class ProgramRunner:
             )
 
 
-_PLAIN = Options()
+@functools.lru_cache(maxsize=256)
+def _options(donated: tuple[int, ...], donates_variables: bool = True) -> Options:
+    return Options(donated=donated, donates_variables=donates_variables)
 
 
 def require_cross_replica(name: str) -> None:

@@ -195,6 +195,8 @@ class Strategy(DatasetMaker, OwnJit):
         fn: Callable[..., PyTree],
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
+        *,
+        donate: Sequence[int] = (),
     ) -> PyTree:
         """Run `fn` on every replica at once, as one compiled program.
 
@@ -207,8 +209,12 @@ class Strategy(DatasetMaker, OwnJit):
                 the replicas first.
             args: Its arguments, any pytrees. A `PerReplica` (a distributed batch) gives
                 each replica its entry; arrays and numbers go to all replicas alike;
-                booleans, strings and other objects are compiled in.
+                booleans, strings and other objects are compiled in. Objects of Flax
+                NNX are changed in place.
             kwargs: Keyword arguments, likewise.
+            donate: Positions of arguments that the caller replaces by results, such as
+                weights: the results may use their memory, and their arrays are deleted.
+                (JAX: `donate_argnums`.)
 
         Returns:
             What `fn` returns. Arrays that are equal on all replicas, by the trace of
@@ -230,7 +236,7 @@ class Strategy(DatasetMaker, OwnJit):
             >>> float(total) == 2.0 * sum(range(1, n + 1))
             True
         """
-        return self.runner.run(fn, args, kwargs)
+        return self.runner.run(fn, args, kwargs, donate)
 
     def experimental_run_v2(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call `run`; TensorFlow 2.0 has this name."""
