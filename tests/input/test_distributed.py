@@ -70,23 +70,6 @@ def test_replicas_get_consecutive_slices_on_their_devices(num_replicas, prefetch
                 np.testing.assert_array_equal(value, Y[start : start + b])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: numpy_dataset((X, Y)).batch(8),
-        lambda: numpy_dataset((X, Y)).to_iter_dataset().batch(8),
-        lambda: lambda: ((X[i : i + 8], Y[i : i + 8]) for i in (0, 8, 16)),
-        lambda: [(X[i : i + 8], Y[i : i + 8]) for i in (0, 8, 16)],
-    ],
-    ids=["grain.MapDataset", "grain.IterDataset", "generators", "list"],
-)
-def test_kinds_of_datasets(make, mesh):
-    dataset = DistributedDataset(make(), mesh)
-    for _ in range(2):
-        ys = [np.asarray(y).ravel() for _, y in dataset]
-        np.testing.assert_array_equal(np.concatenate(ys), Y)
-
-
 def test_generator_object_has_one_epoch(mesh):
     dataset = DistributedDataset((X[i : i + 4] for i in (0, 4, 8)), mesh)
     for _ in dataset:
@@ -114,12 +97,6 @@ def test_dropped_examples_are_reported_once_per_count(mesh, caplog):
 def test_short_last_batch_is_dropped_whole(mesh, caplog):
     dataset = DistributedDataset((X[:18], Y[:18]), mesh, batch_size=8, remainder="drop")
     assert len(dataset) == len(list(dataset)) == 2
-    assert "2 examples" in dropped(caplog)[0]
-
-
-def test_other_sources_drop_a_short_batch_too(mesh, caplog):
-    batches = numpy_dataset((X[:18], Y[:18])).batch(8)
-    assert len(list(DistributedDataset(batches, mesh, remainder="drop"))) == 2
     assert "2 examples" in dropped(caplog)[0]
 
 
@@ -168,14 +145,6 @@ def test_pad_yields_masks_that_give_the_data_back(num_examples, batch_size, mesh
     np.testing.assert_array_equal(np.concatenate(rows), x)
 
 
-def test_error_policy(mesh):
-    dataset = DistributedDataset(X, mesh, batch_size=8, remainder="error")
-    assert len(list(dataset)) == 3
-    dataset = DistributedDataset(X, mesh, batch_size=6, remainder="error")
-    with pytest.raises(ValueError, match="6 examples do not divide between 4"):
-        list(dataset)
-
-
 # Options and mistakes
 
 
@@ -204,18 +173,6 @@ def test_unknown_length(mesh):
     assert len(list(dataset)) == 1
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_user_errors_come_at_their_step(prefetch, mesh):
-    def source():
-        yield X
-        raise OSError("the disk is gone")
-
-    iterator = iter(DistributedDataset(source, mesh, prefetch=prefetch))
-    next(iterator)
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(iterator)
-
-
 def test_a_dataset_is_distributed_once(mesh):
     inner = DistributedDataset([np.ones(4)], mesh)
     for given in (inner, iter(inner), lambda: inner):
@@ -231,17 +188,11 @@ def test_an_iterator_is_not_for_replica_functions():
     assert next(iterator).values[0].shape == (2,)  # Nothing was taken.
 
 
-def test_strings_are_named(mesh):
-    dataset = DistributedDataset([{"x": X, "name": np.array(["a"] * 20)}], mesh)
-    with pytest.raises(TypeError, match=r"\['name'\] has type array of <U1"):
-        list(dataset)
-
-
 # Values
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("source", "expected"),
     [
         (np.float64, np.float32),
         (np.int64, np.int32),
@@ -252,19 +203,12 @@ def test_strings_are_named(mesh):
         (jax.numpy.bfloat16, jax.numpy.bfloat16),
     ],
 )
-def test_dtypes(given, expected, mesh):
-    (batch,) = DistributedDataset([np.ones((4, 2), given)], mesh)
+def test_dtypes(source, expected, mesh):
+    (batch,) = DistributedDataset([np.ones((4, 2), source)], mesh)
     assert batch.array.dtype == expected
-
-
-def test_x64_keeps_wide_dtypes(mesh):
-    jax.config.update("jax_enable_x64", True)
-    try:
-        (batch,) = DistributedDataset([np.full((4, 2), 0.1)], mesh)
-        assert batch.array.dtype == np.float64
-        assert np.all(np.asarray(batch) == 0.1)
-    finally:
-        jax.config.update("jax_enable_x64", False)
+    with jax.enable_x64(True):
+        (batch,) = DistributedDataset([np.ones((4, 2), source)], mesh)
+        assert batch.array.dtype == source
 
 
 def test_element_spec_is_what_one_replica_gets(mesh):
@@ -295,12 +239,6 @@ def test_a_source_may_reuse_its_buffer(num_replicas, prefetch):
     steps = list(DistributedDataset(source, mesh, prefetch=prefetch))
     for index, batch in enumerate(steps):
         assert np.all(np.asarray(batch) == index)
-
-
-def test_none_and_structure_survive(mesh):
-    (batch,) = DistributedDataset([({"a": [X]}, None)], mesh)
-    assert batch[1] is None
-    assert isinstance(batch[0]["a"][0], PerReplica)
 
 
 # Threads
@@ -404,13 +342,10 @@ def test_function_with_too_little_data_for_one_step(mesh):
         list(dataset)
 
 
-def test_function_that_returns_no_dataset(mesh):
-    dataset = DistributedDatasetFromFunction(lambda _: None, mesh, InputContext())
-    with pytest.raises(TypeError, match="got NoneType None"):
-        list(dataset)
-
-
-def test_function_that_returns_a_function_of_no_dataset(mesh):
-    dataset = DistributedDatasetFromFunction(lambda _: lambda: 3, mesh, InputContext())
-    with pytest.raises(TypeError, match=r"got int 3, expected .*batches"):
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "NoneType None"), (lambda: 3, "int 3")]
+)
+def test_a_function_that_returns_no_dataset(value, text, mesh):
+    dataset = DistributedDatasetFromFunction(lambda _: value, mesh, InputContext())
+    with pytest.raises(TypeError, match=f"got {text}, expected .*batches"):
         list(dataset)

@@ -122,17 +122,7 @@ def test_nobody_has_data():
     assert together([], []) == [[], []]
 
 
-def test_different_data_where_it_should_be_the_same():
-    pair = [np.arange(4)], [np.arange(4) + 1]
-    for error in together(*pair, same_data=True):
-        assert isinstance(error, rx.InputError)
-        assert "the first batch of worker:1 differs from that of worker:0" in str(error)
-        assert "Seed the shuffling" in str(error)
-    assert num_got(together(*pair, same_data=True, check=False)) == [1, 1]
-    assert num_got(together(*pair, same_data=False)) == [1, 1]
-
-
-def test_one_leaf_that_differs_is_enough():
+def test_first_batches_that_differ_in_one_leaf():
     labels = np.arange(4)
     pair = [
         [{"image": np.full(4, float(i)), "label": labels, "weight": labels * 1.0}]
@@ -142,16 +132,16 @@ def test_one_leaf_that_differs_is_enough():
     for error in together(*pair, **options):
         assert isinstance(error, rx.InputError)
         assert "worker:0: leaf ['image'], which is float32[4]. All" in str(error)
-        for way in ("AutoShardPolicy.OFF", "AutoShardPolicy.FILE", "from_function"):
+        for way in (
+            "Seed the shuffling",
+            "AutoShardPolicy.OFF",
+            "AutoShardPolicy.FILE",
+        ):
             assert way in str(error)
+        assert "from_function" in str(error)
         assert "check_input=False" in str(error)
     assert num_got(together(*pair, **options, check=False)) == [1, 1]
     assert num_got(together(*pair, **{**options, "same_data": False})) == [1, 1]
-
-
-def test_first_batches_of_different_sizes_are_no_common_data():
-    for error in together(sized(4), sized(3), same_data=True):
-        assert isinstance(error, rx.InputError)
 
 
 class BeginsAnew:
@@ -204,10 +194,10 @@ NUM_BATCHES = {0: 10, 1: 7}
 STOP_AFTER = (1, 2, 6, None)
 
 
-def rows(index, num_batches, last=8):
-    """Batches of 8, of this worker's own numbers; the last one of `last`."""
+def rows(index, num_batches):
+    """Yield batches of 8 rows with this worker's own numbers."""
     for i in range(num_batches):
-        yield np.full((last if i == num_batches - 1 else 8, 3), i + 100 * index, "f")
+        yield np.full((8, 3), i + 100 * index, "f")
 
 
 def pairs(batches):
@@ -292,12 +282,6 @@ def left_early(strategy):
     return [looped(strategy, dataset, number) for number in STOP_AFTER]
 
 
-def unseeded():
-    order = np.random.default_rng().permutation(64)
-    for start in range(0, 64, 8):
-        yield np.zeros((8, 3), "f") + order[start : start + 8, None]
-
-
 def other_images(strategy):
     """Of each way to read: what is said when images differ and labels are equal."""
     images = np.random.default_rng(strategy.workers.index).random((16, 3), "float32")
@@ -340,21 +324,12 @@ def uneven():
     results["fit"] = fitted(strategy, own, 2), log.taken()
     same = pairs(rows(0, number))
     results["generator"] = fitted(strategy, same, 1), log.taken()
-    last = {0: 8, 1: 4}[index]
-    loop = looped(strategy, off(strategy, lambda: rows(index, 3, last)))
-    results["last"] = loop, log.taken()
     some = {0: 3, 1: 0}[index]
     results["empty"] = [
         error_of(
             lambda: fitted(strategy, off(strategy, lambda: pairs(rows(0, some))), 1)
         ),
         error_of(lambda: looped(strategy, off(strategy, lambda: rows(0, some)))),
-    ]
-    results["unseeded"] = [
-        error_of(lambda: fitted(strategy, pairs(unseeded()), 1)),
-        error_of(
-            lambda: looped(strategy, strategy.experimental_distribute_dataset(unseeded))
-        ),
     ]
     results["other images"] = other_images(strategy)
     # Each strategy counts its datasets anew.
@@ -389,26 +364,10 @@ def test_fit_ends_its_epochs_together(workers, way, num_epochs, num_steps):
 
 
 @pytest.mark.multiprocess
-def test_a_loop_ends_before_last_batches_that_differ(workers):
-    means, messages = workers[0]["last"]
-    # Of numbers i and 100 + i.
-    assert means == workers[1]["last"][0] == [50.0, 50.0, 51.0, 51.0]
-    assert len(messages) == 1
-    assert "because worker:1 had no further batch, or a smaller one" in messages[0]
-
-
-@pytest.mark.multiprocess
 def test_a_worker_without_data_is_an_error_for_both(workers):
     for result in workers:
         for message in result["empty"]:
             assert "worker:1 got no batch, while the others did" in message
-
-
-@pytest.mark.multiprocess
-def test_an_unseeded_order_is_an_error_for_both(workers):
-    for result in workers:
-        for message in result["unseeded"]:
-            assert "the first batch of worker:1 differs" in message
 
 
 @pytest.mark.multiprocess

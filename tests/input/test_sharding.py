@@ -150,8 +150,6 @@ def shards():
             strategy, strategy.distribute_datasets_from_function(from_context)
         ),
     }
-    logged_before = list(log.messages)
-    one = distributed(FileDataset(["1.npy"], read_files), AutoShardPolicy.FILE)
     off = distributed([X[:8] + 100 * index], AutoShardPolicy.OFF)
     padded = strategy.experimental_distribute_dataset(
         X[:14], batch_size=8, remainder="pad"
@@ -159,11 +157,10 @@ def shards():
     return {
         "same": same,
         "own": own,
-        "one file": one,
         "off": off,
         "masks": [steps_of(strategy, [mask]) for _, mask in padded],
         "contexts": contexts,
-        "logged": (logged_before, log.messages[len(logged_before) :]),
+        "logged": log.messages,
     }
 
 
@@ -195,18 +192,7 @@ def test_files_are_read_by_one_worker_each(workers, way):
         assert of_files == {index, index + 2}
     assert sorted(np.concatenate(read).ravel()) == X.tolist()
     for result in workers:
-        assert result["logged"][0] == []
-
-
-@pytest.mark.multiprocess
-def test_too_few_files_are_read_by_all(workers):
-    rows = [np.array(result["one file"]).reshape(3, 2) for result in workers]
-    np.testing.assert_array_equal(
-        np.concatenate(rows, axis=1), np.arange(12, 24).reshape(3, 4)
-    )
-    for result in workers:
-        (message,) = result["logged"][1]
-        assert "1 files cannot be divided between 2 workers" in message
+        assert result["logged"] == []
 
 
 @pytest.mark.multiprocess

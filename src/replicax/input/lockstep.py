@@ -6,7 +6,7 @@ import itertools
 import logging
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Generic, TypeAlias, TypedDict, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 
 from replicax._util.arrays import bytes_of
 from replicax._util.listing import listed
-from replicax._util.types import PyTree
+from replicax._util.types import JSONObject, PyTree
 from replicax.cluster.workers import Workers
 from replicax.engine.composites import is_key
 from replicax.errors import InputError
@@ -25,10 +25,10 @@ from replicax.input.split import leaf_name
 __all__ = ["LeafChecksum", "SharedEpoch", "differences", "in_step", "leaf_checksums"]
 
 _WINDOW = 4
-"""Batches per exchange, which are read ahead: more would take memory."""
+"""Number of batches per exchange. They are read ahead, and fill memory."""
 
 _MOST_NAMED = 5
-"""Number of leaves that an error names."""
+"""Maximal number of leaves that an error names."""
 
 _SAME_DATA = (
     "All workers must read the same batches in the same order; each trains on its rows "
@@ -67,18 +67,6 @@ class SharedEpoch(Generic[_Batch]):
     check: bool = True
     num_batches: int | None = None
     size_of: Callable[[_Batch], int]
-
-
-class _WindowMessage(TypedDict):
-    """A worker's message about its next batches; `leaves` are those of the first one.
-
-    `capacities` are those of the sparse arrays in each batch.
-    """
-
-    sizes: list[int]
-    capacities: list[list[int]]
-    leaves: list[LeafChecksum]
-    num_batches: int | None
 
 
 class _Cancelled(Exception):
@@ -138,7 +126,7 @@ def _common_batches(
 
 def _exchange(
     epoch: SharedEpoch[_Batch], window: Sequence[_Batch], *, is_first: bool = False
-) -> list[_WindowMessage]:
+) -> list[JSONObject]:
     """Exchange a message about the next batches with the other workers."""
 
     def stop_if_abandoned(missing: Sequence[int]) -> None:
@@ -146,15 +134,15 @@ def _exchange(
             raise _Cancelled
 
     is_compared = is_first and window and epoch.same_data and epoch.check
-    mine: _WindowMessage = {
+    message = {
         "sizes": [epoch.size_of(x) for x in window],
-        "capacities": [[x.capacity for x in _parted(batch)] for batch in window],
+        "capacities": [[x.capacity for x in _divided(batch)] for batch in window],
         "leaves": leaf_checksums(window[0]) if is_compared else [],
         "num_batches": epoch.num_batches,
     }
     return epoch.workers.exchange(
         epoch.name,
-        mine,
+        message,
         # A worker may read its next batches for as long as a step may wait.
         timeout_seconds=epoch.workers.timeouts.step,
         while_waiting=stop_if_abandoned,
@@ -168,10 +156,8 @@ def _num_common(sizes: list[list[int]]) -> int:
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
-def _check_first(
-    epoch: SharedEpoch[_Batch], messages: Sequence[_WindowMessage]
-) -> None:
-    """Raise unless all workers have a first batch, an equal one where they should."""
+def _check_first(epoch: SharedEpoch[_Batch], messages: Sequence[JSONObject]) -> None:
+    """Raise unless all workers have a first batch, and equal ones of the same data."""
     names = epoch.workers.names
     empty = [name for name, m in zip(names, messages, strict=True) if not m["sizes"]]
     if empty and len(empty) < len(names):
@@ -194,11 +180,11 @@ def _share_capacities(
 ) -> None:
     """Set sparse arrays to the largest capacity: all workers run one program."""
     for batch, *of_batch in zip(window, *capacities, strict=False):
-        for leaf, *of_leaf in zip(_parted(batch), *of_batch, strict=False):
+        for leaf, *of_leaf in zip(_divided(batch), *of_batch, strict=False):
             leaf.capacity = max(of_leaf)
 
 
-def _parted(batch: PyTree) -> list[DividedRows]:
+def _divided(batch: PyTree) -> list[DividedRows]:
     """List the sparse arrays in a batch that is sharded over replicas."""
     leaves = jax.tree.leaves(getattr(batch, "batch", batch))
     return [x for x in leaves if isinstance(x, DividedRows)]
@@ -212,7 +198,7 @@ def leaf_checksums(batch: PyTree) -> list[LeafChecksum]:
     """
     checksums = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(by_rows(batch)):
-        arrays = [_as_jax_has_it(x) for x in _arrays_of(leaf)]
+        arrays = [_canonical(x) for x in _arrays_of(leaf)]
         kind = " and ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
         if isinstance(leaf, SparseRows):
             kind = repr(leaf)
@@ -230,13 +216,13 @@ def differences(
     other_name: str,
 ) -> str:
     """List the leaves in which two workers' batches differ; empty: none."""
-    mine = {leaf: (kind, checksum) for leaf, kind, checksum in one}
-    its = {leaf: (kind, checksum) for leaf, kind, checksum in other}
+    leaves = {leaf: (kind, checksum) for leaf, kind, checksum in one}
+    others = {leaf: (kind, checksum) for leaf, kind, checksum in other}
     texts = []
-    for leaf in mine | its:
-        if mine.get(leaf) == its.get(leaf):
+    for leaf in leaves | others:
+        if leaves.get(leaf) == others.get(leaf):
             continue
-        kind, other_kind = (x.get(leaf, ("missing",))[0] for x in (mine, its))
+        kind, other_kind = (x.get(leaf, ("missing",))[0] for x in (leaves, others))
         is_same_kind = kind == other_kind
         where = "" if is_same_kind else f" on {name} and {other_kind} on {other_name}"
         texts.append(f"{leaf}, which is {kind}{where}")
@@ -254,8 +240,8 @@ def _arrays_of(leaf: PyTree) -> list[np.ndarray]:
     return [] if array.dtype.hasobject else [array]
 
 
-def _as_jax_has_it(array: np.ndarray) -> np.ndarray:
-    """Convert to JAX's canonical dtype, with one NaN and one zero."""
+def _canonical(array: np.ndarray) -> np.ndarray:
+    """Convert to JAX's canonical dtype; make all NaNs, and all zeros, one value."""
     if jnp.issubdtype(array.dtype, np.number):
         with np.errstate(over="ignore", invalid="ignore"):
             array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
