@@ -1,4 +1,4 @@
-"""Training that is interrupted at random moments goes on from a whole step."""
+"""Interrupts leave the values of a whole step, and are not lost."""
 
 import contextlib
 import os
@@ -43,7 +43,6 @@ def interrupted(strategy: str, count: int, seed: int, limit: float) -> None:
 
 @pytest.mark.slow
 def test_interrupts_leave_a_whole_step() -> None:
-    """Each kind of interrupt, in each call; 8 were enough to crash the process."""
     interrupted("mirrored", 56, 0, limit=240)
 
 
@@ -62,11 +61,8 @@ def strategy() -> Any:
 
 
 def test_values_stay_in_the_variables(strategy: Any) -> None:
-    """An exception in the first step, or in any callback, takes no value away."""
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x, y = np.ones((8, 2), "f4"), np.ones((8, 1), "f4")
+    """After an exception in the first step, or in a callback."""
+    model = small_model(strategy)
     before = model.get_weights()
 
     def batches() -> Any:
@@ -84,9 +80,9 @@ def test_values_stay_in_the_variables(strategy: Any) -> None:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        model.fit(x, y, batch_size=2, callbacks=[Raises()], verbose=0)
+        model.fit(X, Y, batch_size=10, callbacks=[Raises()], verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 2
-    model.fit(x, y, batch_size=2, verbose=0)
+    model.fit(X, Y, batch_size=10, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 6
 
 
@@ -98,7 +94,7 @@ def test_a_step_that_raises_after_it_ran_keeps_the_values(strategy: Any) -> None
         w.assign(w * x)
 
     strategy.run(step, (2.0,))
-    # To say where it is from JAX runs the step again, on arguments that are donated.
+    # JAX runs the step again to locate the NaN, with arguments that are donated.
     with jax.debug_nans(True), pytest.raises(RuntimeError, match="deleted"):
         strategy.run(step, (jnp.nan,))
     assert float(w.numpy()) == 2.0
@@ -107,7 +103,7 @@ def test_a_step_that_raises_after_it_ran_keeps_the_values(strategy: Any) -> None
 
 
 def test_deleted_values_are_an_error(strategy: Any) -> None:
-    """XLA's CPU client crashes the process when several devices are given some."""
+    """On several devices, XLA's CPU client would crash the process."""
     with strategy.scope():
         w = keras.Variable([1.0, 2.0], trainable=False, name="w")
 
@@ -157,9 +153,9 @@ def test_handlers_are_called_after_an_uninterrupted_call() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_thread_leaves_the_scope_whatever_happens(strategy: Any) -> None:
+def test_called_in_leaves_a_scope_that_was_not_exited(strategy: Any) -> None:
     def call() -> None:
-        strategy.scope().__enter__()  # As if an interrupt had kept it from leaving.
+        strategy.scope().__enter__()  # As if an interrupt prevented `__exit__`.
         keras.StatelessScope().__enter__()
         raise KeyboardInterrupt
 
@@ -169,7 +165,7 @@ def test_a_thread_leaves_the_scope_whatever_happens(strategy: Any) -> None:
     assert keras.Variable(1.0).value is not None
 
 
-def test_prefetch_gives_its_slots_back() -> None:
+def test_interrupts_do_not_stop_prefetching() -> None:
     def handler(number: int, frame: Any) -> None:
         raise InterruptedError
 
@@ -192,31 +188,22 @@ def test_prefetch_gives_its_slots_back() -> None:
         stream.close()
 
 
-def test_one_interrupt_is_enough_though_some_code_swallows_it(strategy: Any) -> None:
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x, y = np.ones((40, 2), "f4"), np.ones((40, 1), "f4")
-
-    class Swallows(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 2:
-                with contextlib.suppress(BaseException):
-                    signal.raise_signal(signal.SIGINT)
-
+def test_an_interrupt_that_a_callback_swallows_is_raised_again(strategy: Any) -> None:
+    model = small_model(strategy)
+    swallows = Interrupts(2, swallowed=True)
     with pytest.raises(KeyboardInterrupt):
-        model.fit(x, y, batch_size=2, epochs=50, callbacks=[Swallows()], verbose=0)
+        model.fit(X, Y, batch_size=2, epochs=50, callbacks=[swallows], verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    model.fit(x, y, batch_size=2, verbose=0)
+    model.fit(X, Y, batch_size=2, verbose=0)
     # A handler of the user's own decides.
-    heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    signals: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
-        model.fit(x, y, batch_size=2, callbacks=[Swallows()], verbose=0)
+        model.fit(X, Y, batch_size=2, callbacks=[swallows], verbose=0)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert heard == [signal.SIGINT]
+    assert signals == [signal.SIGINT]
 
 
 def small_model(strategy: Any) -> Any:
@@ -230,7 +217,7 @@ X, Y = np.ones((40, 2), "f4"), np.ones((40, 1), "f4")
 
 
 class Interrupts(keras.callbacks.Callback):
-    """Ctrl-C in a batch, or when a call ends; some code may swallow it."""
+    """Interrupts in a batch, or at the end of a call; may swallow the exception."""
 
     def __init__(self, at: int | None, *, swallowed: bool, times: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Work and waits that take long say so, once and with what they are for."""
+"""Long work and waits are announced once."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ from replicax._util.waiting import Announced, announce_first, wait_for
 
 
 @pytest.fixture
-def said(
+def logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
     monkeypatch.setattr(waiting, "FIRST_SECONDS", 0.2)
@@ -25,21 +25,23 @@ def said(
         yield caplog
 
 
-def lines(said: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in said.records]
+def messages(logged: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in logged.records]
 
 
-def test_what_takes_long_is_announced_once(said: pytest.LogCaptureFixture) -> None:
+def test_long_work_is_announced_once(logged: pytest.LogCaptureFixture) -> None:
     with Announced("reading the stars"):
         time.sleep(0.8)
-    assert lines(said) == ["reading the stars (0 s so far)"]
+    assert messages(logged) == ["reading the stars (0 s so far)"]
 
 
-def test_what_is_quick_or_fails_is_not(said: pytest.LogCaptureFixture) -> None:
+def test_work_that_fails_is_not_announced(
+    logged: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(KeyError), Announced("reading"):
         raise KeyError
     time.sleep(0.4)
-    assert not lines(said)
+    assert not messages(logged)
     names = [t.name for t in threading.enumerate()]
     assert "replicax-announced" not in names
 
@@ -48,26 +50,18 @@ def nothing() -> None:
     return None
 
 
-def test_a_wait_without_reminders_leaves_the_word_to_others(
-    said: pytest.LogCaptureFixture,
-) -> None:
+def test_only_the_innermost_work_is_announced(logged: pytest.LogCaptureFixture) -> None:
     with Announced("outer"):
-        wait_for(nothing, 0.5, late=nothing)
-    assert lines(said) == ["outer (0 s so far)"]
-
-
-def test_the_innermost_speaks(said: pytest.LogCaptureFixture) -> None:
-    with Announced("outer"):
-        wait_for(nothing, 0.5, late=nothing, reminder=str)  # It speaks for itself.
-        assert not lines(said)
+        wait_for(nothing, 0.5, late=nothing, reminder=str)  # It logs reminders itself.
+        assert not messages(logged)
         with Announced("inner"):
             time.sleep(0.4)
-        assert lines(said) == ["inner (0 s so far)"]
+        assert messages(logged) == ["inner (0 s so far)"]
         time.sleep(0.2)
-    assert lines(said)[1:] == ["outer (1 s so far)"]
+    assert messages(logged)[1:] == ["outer (1 s so far)"]
 
 
-def test_the_first_item_is_announced(said: pytest.LogCaptureFixture) -> None:
+def test_the_first_item_is_announced(logged: pytest.LogCaptureFixture) -> None:
     def numbers() -> Iterator[int]:
         for number in range(4):
             time.sleep(0.4 if number in (0, 2) else 0)
@@ -75,14 +69,14 @@ def test_the_first_item_is_announced(said: pytest.LogCaptureFixture) -> None:
 
     items = announce_first(numbers, "waiting for a number")
     time.sleep(0.4)
-    assert not lines(said)
+    assert not messages(logged)
     assert list(items) == [0, 1, 2, 3]
-    assert lines(said) == ["waiting for a number (0 s so far)"]
+    assert messages(logged) == ["waiting for a number (0 s so far)"]
     assert not list(announce_first(lambda: iter([]), "waiting"))
 
 
 class Clock:
-    """A clock that only sleeping moves."""
+    """A clock that only `sleep` advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -105,7 +99,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     ("is_early", "due"), [(True, [3, 10, 20, 30]), (False, [10, 20, 30])]
 )
 def test_reminders_come_early_then_every_ten_seconds(
-    said: pytest.LogCaptureFixture, clock: Clock, is_early: bool, due: list[int]
+    logged: pytest.LogCaptureFixture, clock: Clock, is_early: bool, due: list[int]
 ) -> None:
     result = wait_for(
         nothing,
@@ -118,25 +112,25 @@ def test_reminders_come_early_then_every_ten_seconds(
     )
     assert result == "late"
     assert clock.now == 35
-    assert lines(said) == [
+    assert messages(logged) == [
         f"waiting for worker:1 for {s} s; at most {35 - s} s more" for s in due
     ]
 
 
 def test_a_wait_ends_with_the_first_result(clock: Clock) -> None:
     answers = iter([None, None, None, None, 0])
-    found = wait_for(
+    announced = wait_for(
         lambda: next(answers),
         60,
         late=lambda: pytest.fail("too early"),
         pauses=(1.0, 1.5),
         sleep=clock.sleep,
     )
-    assert found == 0
+    assert announced == 0
     assert clock.pauses == [1, 1.25, 1.5, 1.5]
 
 
-def test_a_wait_ends_in_time_and_asks_once_more_before(clock: Clock) -> None:
+def test_a_wait_ends_at_its_timeout_after_a_last_poll(clock: Clock) -> None:
     asked: list[float] = []
 
     def poll() -> None:
@@ -160,7 +154,7 @@ def test_errors_of_a_poll_end_the_wait(clock: Clock) -> None:
 
 
 class Slow(keras.layers.Layer):
-    """Takes long to trace, as large models take long to compile."""
+    """A layer whose tracing takes long."""
 
     def call(self, x):
         time.sleep(0.4)
@@ -182,31 +176,31 @@ def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("entry", ["fit", "evaluate", "predict"])
-def test_keras_loops_say_what_they_wait_for(
-    said: pytest.LogCaptureFixture, model: keras.Model, entry: str
+def test_waits_in_keras_loops_are_announced(
+    logged: pytest.LogCaptureFixture, model: keras.Model, entry: str
 ) -> None:
     options = (
         {"shuffle": False, "steps_per_epoch": 4} if entry == "fit" else {"steps": 4}
     )
     getattr(model, entry)(batches(), verbose=0, **options)
     step = {"fit": "train", "evaluate": "test", "predict": "predict"}[entry]
-    found = lines(said)
-    assert found[0].startswith("waiting for the first batch (")
-    assert f"compiling {entry}(Sequential.{step}_step" in "\n".join(found)
-    assert len(found) == len(set(found)) <= 3
+    announced = messages(logged)
+    assert announced[0].startswith("waiting for the first batch (")
+    assert f"compiling {entry}(Sequential.{step}_step" in "\n".join(announced)
+    assert len(announced) == len(set(announced)) <= 3
 
 
 def test_a_program_is_compiled_and_announced_once(
-    said: pytest.LogCaptureFixture, model: keras.Model
+    logged: pytest.LogCaptureFixture, model: keras.Model
 ) -> None:
     x = np.ones((8, 2), "float32")
     model.predict(x, verbose=0)
-    assert len(lines(said)) == 1
+    assert len(messages(logged)) == 1
     model.predict(x, verbose=0)
-    assert len(lines(said)) == 1
+    assert len(messages(logged)) == 1
 
 
-def test_custom_loops_say_what_they_wait_for(said: pytest.LogCaptureFixture) -> None:
+def test_waits_in_custom_loops_are_announced(logged: pytest.LogCaptureFixture) -> None:
     strategy = rx.MirroredStrategy()
 
     def slow(x):
@@ -216,10 +210,10 @@ def test_custom_loops_say_what_they_wait_for(said: pytest.LogCaptureFixture) -> 
     dataset = strategy.experimental_distribute_dataset(Batches())
     for x, _ in dataset:
         strategy.run(slow, args=(x,))
-    found = [line.partition(" (")[0] for line in lines(said)]
-    assert found[0] == "waiting for the first batch"
-    assert "compiling run" in [line.partition("(")[0] for line in found]
-    assert len(found) == len(set(found)) == 3
+    announced = [line.partition(" (")[0] for line in messages(logged)]
+    assert announced[0] == "waiting for the first batch"
+    assert "compiling run" in [line.partition("(")[0] for line in announced]
+    assert len(announced) == len(set(announced)) == 3
 
 
 class Batches:
@@ -228,7 +222,7 @@ class Batches:
 
 
 def test_a_slow_checkpoint_is_announced(
-    said: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    logged: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from replicax.checkpoint import storage
 
@@ -242,5 +236,5 @@ def test_a_slow_checkpoint_is_announced(
 
     monkeypatch.setattr(storage, "_restore_arrays", slow_restore)
     rx.Checkpoint(variable=variable).read(path)
-    (line,) = lines(said)
+    (line,) = messages(logged)
     assert line.startswith(f"reading checkpoint {tmp_path / 'one'} (")

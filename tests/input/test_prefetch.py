@@ -32,12 +32,12 @@ def producers():
 def no_thread_is_left():
     yield
     if producers():
-        gc.collect()  # What an abandoned iterator holds may be a cycle.
+        gc.collect()  # An abandoned iterator may be a part of a cycle.
     wait_until(lambda: not producers())
 
 
 class Source:
-    """Counts what is asked of it."""
+    """An iterator that counts the calls of its methods."""
 
     def __init__(self, size=None, fail_at=None):
         self.size, self.fail_at = size, fail_at
@@ -65,19 +65,15 @@ class Cycle:
         self.itself, self.iterator = self, iterator
 
 
+@pytest.mark.parametrize("size", [0, 50])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_yields_everything_in_order_and_closes_the_source(depth):
-    source = Source(50)
+def test_yields_all_items_in_order_and_closes_the_source(depth, size):
+    source = Source(size)
     iterator = prefetch(lambda: source, depth)
-    assert list(iterator) == list(range(50))
+    assert list(iterator) == list(range(size))
     assert list(iterator) == []
     assert source.num_closed == 1
     wait_until(lambda: not producers())
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_empty_source(depth):
-    assert list(prefetch(lambda: (), depth)) == []
 
 
 @pytest.mark.parametrize("depth", [1, 2, 10])
@@ -114,7 +110,7 @@ def test_error_arrives_at_its_position_with_its_traceback(depth):
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_errors_that_are_no_exceptions_arrive_too(depth, error):
+def test_base_exceptions_arrive_too(depth, error):
     def source():
         yield 0
         raise error("now")
@@ -168,13 +164,13 @@ def test_consumer_in_a_reference_cycle_ends_the_thread():
 
 
 def test_collection_in_the_producer_thread_does_not_deadlock():
-    # Every item the producer makes collects garbage, and with it consumers.
+    # Each item collects garbage, with the consumers in it.
     def source():
         while True:
             gc.collect()
             yield 0
 
-    gc.freeze()  # What other tests left need not be looked at again and again.
+    gc.freeze()  # Exclude the objects of other tests, to save time.
     for _ in range(30):
         owner = Cycle(prefetch(source, 2))
         next(owner.iterator)
@@ -183,7 +179,7 @@ def test_collection_in_the_producer_thread_does_not_deadlock():
     wait_until(lambda: gc.collect() >= 0 and not producers())
 
 
-def test_items_are_freed_when_the_consumer_lets_go_of_them():
+def test_items_are_freed_when_the_consumer_drops_them():
     class Item:
         pass
 
@@ -221,14 +217,6 @@ def test_close_from_another_thread_wakes_a_waiting_consumer():
     assert not consumer.is_alive()
 
 
-def test_waits_without_using_the_processor():
-    iterator = prefetch(Source, 2)
-    next(iterator)
-    start = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - start < 0.1
-
-
 def test_negative_depth():
     with pytest.raises(ValueError, match="depth=-1"):
         prefetch(Source, -1)
@@ -262,7 +250,7 @@ def test_mapped_ahead_is_a_map(size):
     assert all(name.startswith("replicax-ahead") for name in threads)
 
 
-def test_mapped_ahead_takes_an_item_after_the_one_before_was_mapped():
+def test_mapped_ahead_reads_an_item_after_mapping_the_item_before():
     buffer, slow = [0], threading.Event()
 
     def refilled():
@@ -271,7 +259,7 @@ def test_mapped_ahead_takes_an_item_after_the_one_before_was_mapped():
             yield buffer
 
     def copied(items):
-        slow.wait(0.02)  # The buffer is filled again meanwhile, if anybody may.
+        slow.wait(0.02)  # A source that reads ahead would overwrite the buffer.
         return list(items)
 
     mapped = MappedAhead(copied, refilled())
@@ -296,7 +284,7 @@ def test_mapped_ahead_maps_while_the_consumer_works():
 
 
 @pytest.mark.parametrize("fail_at", [0, 2])
-def test_mapped_ahead_raises_errors_of_the_function_at_their_items(fail_at):
+def test_mapped_ahead_raises_errors_of_the_function_and_the_source(fail_at):
     def failing(x):
         if x == fail_at:
             raise OSError("the device is gone")
@@ -307,25 +295,15 @@ def test_mapped_ahead_raises_errors_of_the_function_at_their_items(fail_at):
     with pytest.raises(OSError, match="the device is gone"):
         next(mapped)
     mapped.close()
-
-
-def test_mapped_ahead_raises_errors_of_the_source():
     mapped = MappedAhead(str, Source(fail_at=2))
     assert next(mapped) == "0"
     with pytest.raises(OSError, match="the disk is gone"):
         next(mapped)
     mapped.close()
-
-
-def test_mapped_ahead_ends_its_thread_when_it_is_closed_or_abandoned():
-    mapped = MappedAhead(str, range(5))
-    assert next(mapped) == "0"
-    mapped.close()
     assert next(mapped, None) is None
-    next(MappedAhead(str, range(5)))
 
 
-def test_results_of_mapped_ahead_are_freed_when_the_consumer_lets_go_of_them():
+def test_results_of_mapped_ahead_are_freed_when_the_consumer_drops_them():
     class Result:
         pass
 
