@@ -1,4 +1,4 @@
-"""Reads the sources of replicax for private names of Keras, JAX and other libraries."""
+"""Finds the private names of Keras, JAX and other libraries in replicax' sources."""
 
 import ast
 import functools
@@ -22,14 +22,10 @@ _BINDINGS = ("_private",)
 
 @dataclass(frozen=True)
 class Use:
-    """One place that needs a name of another library.
+    """One use of a name, which is a dotted path or the name of an attribute.
 
-    Attributes:
-        name: A dotted path such as "keras.src.utils.naming.to_snake_case", or the name
-            of an attribute such as "_direct_assign".
-        where: "file:line".
-        call: The number of positional arguments and the keywords, where it is called
-            with arguments that can be counted.
+    `where` is "file:line". `call` has the number of positional arguments and the
+    keywords, if the name is called with arguments that can be counted.
     """
 
     name: str
@@ -39,7 +35,7 @@ class Use:
 
 @functools.cache
 def sources() -> dict[str, ast.Module]:
-    """Every module, by its path in the core's package or beside a satellite's."""
+    """All modules by path: of the core in its folder, of others in their package."""
     return {
         str(file.relative_to(base)): ast.parse(file.read_text(encoding="utf-8"))
         for root, base in ((CORE, CORE), *((s, s.parent) for s in SATELLITES))
@@ -48,7 +44,7 @@ def sources() -> dict[str, ast.Module]:
 
 
 def imported_names(file: str, module: ast.Module) -> Iterator[Use]:
-    """Uses of what a file imports from a private module, however it imports it."""
+    """Find the uses of names that a file imports from private modules."""
     bound: dict[str, str] = {}
     for node in ast.walk(module):
         for local, path, imported in _imports(node):
@@ -70,7 +66,7 @@ def imported_names(file: str, module: ast.Module) -> Iterator[Use]:
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[str, str, str]]:
-    """What a statement imports of private modules: name here, its path, the whole."""
+    """Yield the imports of private modules: local name, path, imported name."""
     match node:
         case ast.Import(names=names):
             for alias in names:
@@ -85,7 +81,7 @@ def _imports(node: ast.AST) -> Iterator[tuple[str, str, str]]:
 
 
 def _path(node: ast.expr, bound: dict[str, str]) -> str | None:
-    """The dotted path that an expression stands for; None: of nothing imported here."""
+    """The dotted path of an expression with an imported name; else None."""
     match node:
         case ast.Name():
             return bound.get(node.id)
@@ -101,13 +97,7 @@ def _path(node: ast.expr, bound: dict[str, str]) -> str | None:
 
 
 def attributes(file: str, module: ast.Module, own: set[str]) -> Iterator[Use]:
-    """Uses of names with an underscore, as attributes or as strings.
-
-    Args:
-        file: The file's path in the package.
-        module: What it says.
-        own: The names that replicax defines itself, which do not count.
-    """
+    """Find attributes and strings with an underscore that are not in `own`."""
     is_binding = file.split("/")[0] in _BINDINGS
     if is_binding:
         own = {n.name for n in module.body if isinstance(n, ast.ClassDef)}
@@ -130,7 +120,7 @@ def attributes(file: str, module: ast.Module, own: set[str]) -> Iterator[Use]:
 
 
 def _strings(module: ast.Module) -> tuple[set[int], set[int]]:
-    """Identities of the strings that say which attribute to get, and of no names."""
+    """Identities of strings that name an attribute, and of strings that name none."""
     asked, others = set[int](), set[int]()
     for node in ast.walk(module):
         match node:
@@ -144,7 +134,7 @@ def _strings(module: ast.Module) -> tuple[set[int], set[int]]:
 
 
 def inherited(file: str, module: ast.Module, own: set[str]) -> Iterator[Use]:
-    """Names with an underscore that a class reads of itself and replicax never sets."""
+    """Find attributes of `self` with an underscore that replicax never sets."""
     for cls in ast.walk(module):
         if not isinstance(cls, ast.ClassDef):
             continue
@@ -158,7 +148,7 @@ def inherited(file: str, module: ast.Module, own: set[str]) -> Iterator[Use]:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """The names that a part of the sources gives to functions, classes and values."""
+    """The names of functions, classes and values that a part of the sources defines."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
@@ -172,7 +162,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def _arguments(call: ast.Call) -> tuple[int, tuple[str, ...]] | None:
-    """How a call passes its arguments; None where it unpacks some."""
+    """The positional arguments and keywords of a call; None if it unpacks some."""
     keywords = [keyword.arg for keyword in call.keywords]
     if None in keywords or any(isinstance(a, ast.Starred) for a in call.args):
         return None

@@ -1,7 +1,7 @@
-"""Each private name of Keras and JAX that replicax uses is there, as it is used.
+"""Each private name of Keras and JAX that replicax uses exists, and accepts the calls.
 
-The sources say which names those are (`private_names`): one that is new in them fails
-here until the table below says whose it is.
+`private_names` finds the names in the sources. A test fails for a name that is not in
+the table of owners below.
 """
 
 import functools
@@ -94,7 +94,7 @@ def py_dataset_rows() -> Any:
 
 @functools.cache
 def trained_callbacks() -> list[Any]:
-    """Keras' callbacks with what they remember of one `fit`."""
+    """Keras' callbacks with their state after one `fit`."""
     made = [
         keras.callbacks.EarlyStopping("loss"),
         keras.callbacks.ReduceLROnPlateau("loss"),
@@ -165,13 +165,13 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_fields": [lambda: inspect.FullArgSpec],
     "_replace": [lambda: inspect.FullArgSpec(*[()] * 7)],
 }
-"""Who has each name with an underscore that replicax reads or replaces."""
+"""The owners of each name with an underscore that replicax reads or replaces."""
 
 NEW = {"_is_excluded_from_weight_decay": (3, 16)}
-"""The first version of Keras that has a name, of those that older ones do without."""
+"""The first version of Keras that has a name, if older supported ones lack it."""
 
 ARGUMENTS = {"_use_cached_eval_dataset": keras.Model.fit}
-"""Keywords that look private, and what passes them on."""
+"""Keywords with an underscore, and the functions that pass them."""
 
 
 def entered_scope() -> Any:
@@ -187,7 +187,7 @@ PUBLIC_LOOKING: dict[Callable[[], Any], tuple[str, ...]] = {
     py_dataset_rows: ("enqueuer", "py_dataset"),
     lambda: py_dataset_rows().enqueuer: ("is_running", "stop"),
 }
-"""What private objects have without an underscore, and replicax uses."""
+"""Attributes without an underscore of private objects, which replicax uses."""
 
 
 def used(find: Callable[..., Any], *args: Any) -> dict[str, list[Use]]:
@@ -210,14 +210,14 @@ def used_attributes() -> dict[str, list[Use]]:
 def failures(
     check: Callable[[str, list[Use]], None], found: dict[str, list[Use]]
 ) -> list[str]:
-    """What `check` says of each name that it refuses."""
-    said = []
+    """The errors of `check` for all names."""
+    errors = []
     for name, uses in sorted(found.items()):
         try:
             check(name, uses)
         except AssertionError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def looked_up(path: str) -> Any:
@@ -242,7 +242,7 @@ def require_callable_as_used(name: str, found: Any, uses: list[Use]) -> None:
     try:
         signature = inspect.signature(found)
     except ValueError:
-        return  # Of C++: it says nothing of its arguments.
+        return  # A function in C++ has no signature.
     for use in uses:
         if use.call is not None:
             number, keywords = use.call
@@ -266,7 +266,7 @@ def require_import_as_used(path: str, uses: list[Use]) -> None:
         require_callable_as_used(path, found, uses)
 
 
-def test_imported_names_are_there_and_take_their_calls() -> None:
+def test_imported_names_exist_and_accept_the_calls() -> None:
     found = used(imported_names)
     assert len(found) > 20
     assert failures(require_import_as_used, found) == []
@@ -295,7 +295,7 @@ ELSEWHERE = {
     # A script of its own, in a process without this package.
     "cluster/coordination_service.py": {"jaxlib._jax.get_distributed_runtime_service"},
 }
-"""Private names that are not met in `_private`, by file."""
+"""Private names outside of `_private`, by file."""
 
 OF_PYTHON = {
     "_exit",
@@ -307,7 +307,7 @@ OF_PYTHON = {
 }
 
 
-def test_private_names_are_met_in_one_folder(
+def test_private_names_are_used_in_one_folder(
     used_attributes: dict[str, list[Use]],
 ) -> None:
     found = used(imported_names) | used_attributes
@@ -320,13 +320,13 @@ def test_private_names_are_met_in_one_folder(
     assert elsewhere == ELSEWHERE
 
 
-def test_attributes_are_there_and_take_their_calls(
+def test_attributes_exist_and_accept_the_calls(
     used_attributes: dict[str, list[Use]],
 ) -> None:
     assert failures(require_attribute_as_used, used_attributes) == []
 
 
-def test_the_table_names_nothing_that_is_not_used(
+def test_all_names_of_the_table_are_used(
     used_attributes: dict[str, list[Use]],
 ) -> None:
     assert set(OWNERS) | set(ARGUMENTS) <= set(used_attributes)
@@ -336,13 +336,13 @@ def test_the_table_names_nothing_that_is_not_used(
     ("owner", "name"),
     [(o, name) for o, names in PUBLIC_LOOKING.items() for name in names],
 )
-def test_private_objects_have_what_is_used_of_them(
+def test_private_objects_have_the_used_attributes(
     owner: Callable[[], Any], name: str
 ) -> None:
     assert hasattr(owner(), name)
 
 
-def test_callbacks_remember_what_backups_keep() -> None:
+def test_callbacks_have_the_state_that_backups_save() -> None:
     names = {type(callback).__name__: callback for callback in trained_callbacks()}
     assert set(names) == set(CALLBACK_STATE)
     for cls, state in CALLBACK_STATE.items():
@@ -361,15 +361,14 @@ def test_keys_of_keras_global_attributes() -> None:
 @pytest.mark.parametrize(
     ("wrap", "name"), [(w, n) for w in WRAPS for n in w.names], ids=str
 )
-def test_a_hook_takes_every_call_that_keras_may_make(wrap: Wrap, name: str) -> None:
-    """It has the parameters that it names itself, and passes on the others."""
+def test_a_hook_accepts_all_calls_of_keras(wrap: Wrap, name: str) -> None:
     hooks.install()
     hook = hooks._HOOKS[wrap.keys[wrap.names.index(name)]]
     original = inspect.unwrap(getattr(wrap.find_owner(), name))
     parameters = inspect.signature(original).parameters.values()
     given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     by_name = [p.name for p in given if p.kind is not p.POSITIONAL_ONLY]
-    # Not the signature that it says it has.
+    # The signature of the code, not `__signature__`.
     own = types.FunctionType(
         hook.__code__, {}, "own", hook.__defaults__, hook.__closure__
     )
@@ -386,9 +385,7 @@ def test_a_hook_takes_every_call_that_keras_may_make(wrap: Wrap, name: str) -> N
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 @pytest.mark.parametrize("kind", ["train", "test", "predict"])
-def test_keras_makes_functions_in_its_own_modules(
-    kind: str, steps_per_execution: int
-) -> None:
+def test_functions_of_keras_are_recognized(kind: str, steps_per_execution: int) -> None:
     trained = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     trained.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     getattr(trained, f"make_{kind}_function")()

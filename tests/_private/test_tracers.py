@@ -1,4 +1,4 @@
-"""What replicax reads from JAX's tracers is there."""
+"""The attributes of JAX's tracers that replicax reads."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from replicax._private.jax import (
 )
 
 
-def test_tracers_know_what_they_are_made_of() -> None:
+def test_equations_and_constants_of_tracers() -> None:
     seen: dict[str, Any] = {}
 
     def fn(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The wraps on other versions of Keras: replaced where they fit, named where not."""
+"""The wraps on other versions of Keras: errors name functions that do not fit."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def difference(hook: Callable[..., Any], **changes: Any) -> str | None:
 
 
 @pytest.mark.parametrize("hook", [add_loss, add_anything])
-def test_a_hook_that_takes_the_parameters_fits(hook: Any) -> None:
+def test_a_hook_with_equal_parameters_fits(hook: Any) -> None:
     assert difference(hook) is None
 
 
@@ -65,14 +65,14 @@ def test_other_parameters_are_named(hook: Any) -> None:
         ),
     ],
 )
-def test_what_is_gone_is_named(changes: dict[str, Any], text: str) -> None:
+def test_missing_functions_are_named(changes: dict[str, Any], text: str) -> None:
     found = difference(add_loss, **changes)
     assert found is not None
     assert text in found
 
 
-def test_a_method_that_a_user_replaced_is_not_its_owner() -> None:
-    """As libraries do that log trainings: they replace `keras.Model.fit`."""
+def test_the_owner_of_a_method_that_a_user_replaced() -> None:
+    """Libraries that log trainings replace `keras.Model.fit`."""
     rx.OneDeviceStrategy("cpu:0")
     wrap = next(wrap for wrap in WRAPS if "fit" in wrap.names)
     owner = wrap.find_owner()
@@ -85,8 +85,8 @@ def test_a_method_that_a_user_replaced_is_not_its_owner() -> None:
         del keras.Model.fit
 
 
-def test_no_module_of_keras_keeps_what_was_replaced() -> None:
-    """Not even under another name, as one that imports a function has it."""
+def test_no_module_of_keras_keeps_a_replaced_function() -> None:
+    """Not even under another name."""
     rx.OneDeviceStrategy("cpu:0")
     modules = [m for n, m in list(sys.modules.items()) if n.startswith("keras.")]
     for wrap in WRAPS:
@@ -104,7 +104,7 @@ def test_no_module_of_keras_keeps_what_was_replaced() -> None:
             assert holders == []
 
 
-def test_the_error_names_the_version_and_how_to_install_another(
+def test_the_error_names_the_version_and_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(keras, "__version__", "3.17.0")
@@ -143,7 +143,7 @@ print(keras.Model.fit is fit)
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_newer_keras(changed: bool) -> None:
-    """One that fits is used, and says so once; of another nothing is replaced."""
+    """If its functions fit, one warning; otherwise nothing is replaced."""
     process = subprocess.run(
         [sys.executable, "-c", NEWER.format(changed=changed)],
         env=dict(os.environ) | {"JAX_PLATFORMS": "cpu"},
@@ -163,8 +163,7 @@ def test_a_newer_keras(changed: bool) -> None:
         assert said == []
 
 
-def test_hooks_say_what_they_take() -> None:
-    """Those that pass on what they are given say what the function behind takes."""
+def test_hooks_have_the_signature_of_their_function() -> None:
     signature = wraps.inspect.signature(hooks._HOOKS["Model.predict"])
     names = ["model", "x", "batch_size", "verbose", "steps", "callbacks"]
     assert list(signature.parameters) == names
@@ -183,7 +182,7 @@ except ImportError as error:
 """
 
 
-def test_a_private_name_that_is_gone() -> None:
+def test_a_missing_private_name() -> None:
     process = subprocess.run(
         [sys.executable, "-c", WITHOUT_A_NAME],
         env=dict(os.environ) | {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"},

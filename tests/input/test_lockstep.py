@@ -1,7 +1,7 @@
 """Workers that end an epoch together.
 
-What `in_step` decides is tested with threads as workers, which share a store in memory;
-real processes go through `fit` and loops, where the decision meets collectives.
+`in_step` is tested with threads as workers, which share a store in memory. `fit` and
+loops, which run collectives, are tested with processes.
 """
 
 import logging
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.input.package_log import PackageLog
 
 import replicax as rx
 import replicax.testing
@@ -24,7 +25,7 @@ from replicax.input.lockstep import SharedEpoch, in_step
 
 
 class SharedStore:
-    """What the coordination service does, for the threads of one process."""
+    """A key-value store for the threads of one process."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -37,8 +38,8 @@ class SharedStore:
     def read(self, folder):
         prefix = f"{folder}/"
         with self._lock:
-            found = dict(self._texts)
-        return {k[len(prefix) :]: v for k, v in found.items() if k.startswith(prefix)}
+            texts = dict(self._texts)
+        return {k[len(prefix) :]: v for k, v in texts.items() if k.startswith(prefix)}
 
     def delete(self, key):
         with self._lock:
@@ -54,37 +55,37 @@ def stream(store, index, num_workers, **options):
 
 
 def together(*batches, num_batches=None, **options):
-    """What each worker gets of its batches: a list, or the exception."""
+    """Return the batches that each worker yields, or its exception."""
     store = SharedStore()
-    got: list[Any] = [None] * len(batches)
+    results: list[Any] = [None] * len(batches)
     counts = num_batches or [None] * len(batches)
 
     def work(index):
         own = stream(store, index, len(batches), num_batches=counts[index], **options)
         try:
-            got[index] = list(in_step(batches[index], own))
+            results[index] = list(in_step(batches[index], own))
         except (rx.InputError, rx.ClusterError) as error:
-            got[index] = error
+            results[index] = error
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    return got
+    return results
 
 
 def sized(*sizes):
-    """Batches of so many examples, which count up."""
+    """Make batches of these sizes; all values of batch `i` are `i`."""
     return [np.full(size, i) for i, size in enumerate(sizes)]
 
 
-def num_got(results):
+def lengths(results):
     return [len(result) for result in results]
 
 
 @pytest.mark.parametrize("number", [1, 4, 5, 6, 13])
-def test_equal_numbers_are_used_up(number, caplog):
+def test_equal_numbers_of_batches(number, caplog):
     results = together(sized(*[3] * number), sized(*[3] * number))
     for result in results:
         assert [int(batch[0]) for batch in result] == list(range(number))
@@ -92,15 +93,15 @@ def test_equal_numbers_are_used_up(number, caplog):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_ten_against_seven(known, caplog):
+def test_ten_batches_and_seven(known, caplog):
     numbers = [10, 7]
     results = together(
         sized(*[8] * 10),
         sized(*[8] * 7),
         num_batches=numbers if known else None,
     )
-    assert num_got(results) == [7, 7]
-    (record,) = caplog.records  # The chief's; the other worker is silent.
+    assert lengths(results) == [7, 7]
+    (record,) = caplog.records  # Only the chief logs.
     assert record.levelno == logging.WARNING
     assert "epoch ended after 7 steps" in record.message
     assert "because worker:1 had no further batch" in record.message
@@ -108,17 +109,17 @@ def test_ten_against_seven(known, caplog):
 
 def test_last_batches_of_different_sizes(caplog):
     results = together(sized(8, 8, 8), sized(8, 8, 5))
-    assert num_got(results) == [2, 2]
+    assert lengths(results) == [2, 2]
     assert "after 2 steps, because worker:1 had no further batch, or a" in caplog.text
 
 
-def test_one_without_data_is_an_error_on_all():
+def test_a_worker_without_data_is_an_error_on_all():
     for error in together(sized(2, 2), [], sized(2)):
         assert isinstance(error, rx.InputError)
         assert "worker:1 got no batch, while the others did" in str(error)
 
 
-def test_nobody_has_data():
+def test_no_worker_has_data():
     assert together([], []) == [[], []]
 
 
@@ -140,11 +141,11 @@ def test_first_batches_that_differ_in_one_leaf():
             assert way in str(error)
         assert "from_function" in str(error)
         assert "check_input=False" in str(error)
-    assert num_got(together(*pair, **options, check=False)) == [1, 1]
-    assert num_got(together(*pair, **{**options, "same_data": False})) == [1, 1]
+    assert lengths(together(*pair, **options, check=False)) == [1, 1]
+    assert lengths(together(*pair, **{**options, "same_data": False})) == [1, 1]
 
 
-class BeginsAnew:
+class Restarting:
     """Like a Grain dataset: every `iter` starts at the first batch."""
 
     def __iter__(self):
@@ -152,8 +153,10 @@ class BeginsAnew:
 
 
 def test_a_dataset_is_iterated_once():
-    results = together(BeginsAnew(), BeginsAnew())
-    assert [[int(batch[0]) for batch in got] for got in results] == [[*range(9)]] * 2
+    results = together(Restarting(), Restarting())
+    assert [[int(batch[0]) for batch in result] for result in results] == [
+        [*range(9)]
+    ] * 2
 
 
 def test_an_abandoned_stream_waits_for_no_worker(monkeypatch):
@@ -166,7 +169,7 @@ def test_an_abandoned_stream_waits_for_no_worker(monkeypatch):
     assert time.monotonic() - begin < 10
 
 
-def test_a_worker_that_does_not_come_is_named():
+def test_a_missing_worker_is_named():
     own = stream(SharedStore(), 0, 2, deadline=0.2)
     with pytest.raises(rx.ClusterError, match=r"worker:1 did not come to epoch within"):
         list(in_step(sized(2), own))
@@ -178,14 +181,14 @@ def test_a_worker_that_does_not_come_is_named():
         st.lists(st.integers(1, 2), min_size=1, max_size=12), min_size=2, max_size=3
     )
 )
-def test_the_longest_common_beginning_is_used(sizes):
+def test_the_longest_common_start_is_used(sizes):
     results = together(*[sized(*own) for own in sizes])
     common = 0
     for column in zip(*sizes, strict=False):
         if len(set(column)) > 1:
             break
         common += 1
-    assert num_got(results) == [common] * len(sizes)
+    assert lengths(results) == [common] * len(sizes)
 
 
 # Two processes.
@@ -202,23 +205,6 @@ def rows(index, num_batches):
 
 def pairs(batches):
     return ((x, x[:, :1]) for x in batches)
-
-
-class Log(logging.Handler):
-    """The messages of the package."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.messages = []
-        logging.getLogger("replicax").addHandler(self)
-
-    def emit(self, record):
-        if record.module != "wraps":  # Of a Keras that is newer than those tested.
-            self.messages.append(record.getMessage())
-
-    def taken(self):
-        taken, self.messages = self.messages, []
-        return taken
 
 
 class Steps(keras.callbacks.Callback):
@@ -314,16 +300,16 @@ def other_images(strategy):
 
 
 def uneven():
-    log = Log()
+    log = PackageLog()
     strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(step=60))
     index = strategy.workers.index
     number = NUM_BATCHES[index]
     results = {}
 
     own = off(strategy, lambda: pairs(rows(index, number)))
-    results["fit"] = fitted(strategy, own, 2), log.taken()
+    results["fit"] = fitted(strategy, own, 2), log.pop()
     same = pairs(rows(0, number))
-    results["generator"] = fitted(strategy, same, 1), log.taken()
+    results["generator"] = fitted(strategy, same, 1), log.pop()
     some = {0: 3, 1: 0}[index]
     results["empty"] = [
         error_of(

@@ -1,11 +1,10 @@
 """Which rows each worker reads, under every policy."""
 
-import logging
-
 import grain
 import keras
 import numpy as np
 import pytest
+from tests.input.package_log import PackageLog
 
 import replicax as rx
 import replicax.testing
@@ -105,19 +104,9 @@ def steps_of(strategy, dataset):
     ]
 
 
-class Log(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.messages = []
-        logging.getLogger("replicax").addHandler(self)
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-
 def shards():
     strategy = rx.MultiWorkerMirroredStrategy()
-    log, index = Log(), strategy.workers.index
+    log, index = PackageLog(), strategy.workers.index
     contexts = []
 
     def from_context(context):

@@ -13,13 +13,9 @@ def is_tested_version(version: str) -> bool:
 
 
 def version_error(what: str) -> ImportError:
-    """Make the error for a Keras that lacks what replicax uses.
-
-    Args:
-        what: The function that it lacks, or has in another form.
-    """
+    """Make the error for a version of Keras; `what` names the incompatible function."""
     version = sys.modules["keras"].__version__
-    # Both packages have the folder `keras`, and leave files of theirs in it.
+    # Both packages install a folder `keras`: one leaves files in the other's folder.
     install = f"pip install keras=={_LAST_TESTED}"
     if ".dev" in version:
         install = f"pip uninstall --yes keras keras-nightly && {install}"
@@ -27,13 +23,6 @@ def version_error(what: str) -> ImportError:
         f"replicax cannot be used with Keras {version}: {what}. The last version that "
         f"replicax was tested with is {_LAST_TESTED}. Install it: {install}"
     )
-
-
-_SET_IT = (
-    "Set it to jax: `export KERAS_BACKEND=jax` in the shell, or "
-    "os.environ['KERAS_BACKEND'] = 'jax' at the top of the script."
-)
-_FIRST = "Write `import replicax` above every import of keras"
 
 
 def require_jax_backend() -> None:
@@ -60,8 +49,13 @@ def require_jax_backend() -> None:
 def _advice(backend: str) -> str:
     """Name the change to make, by where the other backend was selected."""
     if os.environ.get("KERAS_BACKEND") == backend:
-        return f"The environment variable KERAS_BACKEND names {backend!r}. {_SET_IT}"
+        return (
+            f"The environment variable KERAS_BACKEND names {backend!r}. Set it to jax: "
+            "`export KERAS_BACKEND=jax` in the shell, or os.environ['KERAS_BACKEND'] = "
+            "'jax' at the top of the script."
+        )
     return (
-        f"{_FIRST}, or set KERAS_BACKEND=jax in the environment: without either, Keras "
-        "reads the backend from ~/.keras/keras.json."
+        "Write `import replicax` above every import of keras, or set KERAS_BACKEND=jax "
+        "in the environment: without either, Keras reads the backend from "
+        "~/.keras/keras.json."
     )

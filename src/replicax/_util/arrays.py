@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
+import ml_dtypes  # noqa: F401  Registers bfloat16 with NumPy.
 import numpy as np
 
 from replicax._util.types import Shape
@@ -47,7 +47,7 @@ def aligned(num_bytes: int) -> np.ndarray:
 def bytes_of(array: np.ndarray) -> np.ndarray:
     """View an array's bytes as `uint8[n]`, row by row; a copy if not contiguous.
 
-    As bytes, a bfloat16 array has a buffer, which NumPy otherwise refuses.
+    NumPy provides no buffer of a bfloat16 array, but provides one of its bytes.
     """
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -104,7 +104,7 @@ class FlatLayout:
         return pieces
 
     def unpack(self, vectors: Mapping[str, _Array]) -> list[_Array]:
-        """Cut vectors into arrays: views of NumPy's vectors; also in JAX programs."""
+        """Cut vectors of NumPy or JAX into arrays; of NumPy, into views."""
         return [
             vectors[dtype][start:stop].reshape(shape)
             for (_, shape), (dtype, start, stop) in zip(

@@ -16,8 +16,8 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """List the GPUs that a process with this environment sees; starts no device.
 
     Returns:
-        Their names, in the form of `CUDA_VISIBLE_DEVICES`. As in CUDA, a number that no
-        GPU has, such as -1, ends the list.
+        Names in the form of `CUDA_VISIBLE_DEVICES`. As in CUDA, a number that no GPU
+        has, such as -1, ends the list.
     """
     present = [str(number) for number, _ in enumerate(_DRIVER.glob("*"))]
     visible = environment.get(CUDA_VISIBLE_DEVICES)

@@ -6,5 +6,5 @@ __all__ = ["digest"]
 
 
 def digest(text: str, num_bytes: int = 12) -> str:
-    """Hash a text, the same in every process; `2 * num_bytes` hexadecimal digits."""
+    """Hash a text to `2 * num_bytes` hexadecimal digits, equal in all processes."""
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()

@@ -1,7 +1,7 @@
 """Encodes plain values, tuples and arrays as JSON, and decodes them: data, not code.
 
-A type that JSON lacks is a tagged object: `{"$": "tuple", "v": [...]}`. So are dicts,
-whose keys need not be strings.
+A value of a type that JSON lacks becomes a tagged object: `{"$": "tuple", "v": [...]}`.
+Dicts become tagged objects, too, because their keys need not be strings.
 """
 
 import base64
@@ -24,7 +24,10 @@ MARK = "$"
 _TEXTS_AND_TIMES = "USMm"
 
 Extension: TypeAlias = Callable[[PyTree, str], JSON]
-"""Encodes a value of another type, given also its place; None: an unknown type."""
+"""Encodes a value of another type, given the value and its place in errors.
+
+It returns None for an unknown type.
+"""
 
 
 def encode(
@@ -32,11 +35,12 @@ def encode(
 ) -> JSON:
     """Encode a value as JSON values.
 
-    The value is None, a boolean, number, text or bytes, an array of these, or a list,
-    tuple or dict of them. `extend` is called first, for each value except dicts' keys.
+    A value may be None, a boolean, a number, a string, bytes, an array of these, or a
+    list, tuple or dict of such values. Each value except dicts' keys is first passed to
+    `extend`. `what` names the value in errors.
 
     Raises:
-        TypeError: For any other type, naming its place in `what`.
+        TypeError: For a value of another type.
 
     Example:
         >>> import numpy as np

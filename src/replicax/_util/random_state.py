@@ -1,7 +1,6 @@
 """Captures and restores a process' random state: Python's and NumPy's generators.
 
-Keras uses both, for shuffling and for seeding its own generators. A `RandomStream`
-replaces their state for the length of a block.
+Keras uses both, to shuffle and to seed its own generators.
 """
 
 import random
@@ -15,12 +14,7 @@ __all__ = ["RandomState", "RandomStream", "capture", "fingerprint", "restore"]
 
 
 class RandomState(TypedDict):
-    """A random state, which `json_codec` can encode.
-
-    Attributes:
-        python: The result of `random.getstate`.
-        numpy: The result of `numpy.random.get_state`.
-    """
+    """The states of `random` and of `numpy.random`; `json_codec` can encode them."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
@@ -47,7 +41,7 @@ def restore(state: RandomState) -> None:
 
 
 def fingerprint() -> str:
-    """Hash the random state, the same in every process for equal states."""
+    """Hash the random state; the hash of equal states is equal in all processes."""
     numpy = [np.asarray(part).tolist() for part in np.random.get_state()]
     return digest(repr((random.getstate(), numpy)))
 
@@ -59,14 +53,15 @@ class RandomStream:
     continues with its own. Blocks may nest, and a later block continues the stream.
 
     Args:
-        name: Streams differ if their names, or the random states at their creation, do.
+        name: A stream's numbers depend on its name, and on the random state when it is
+            created.
 
     Example:
         >>> random.seed(0)
         >>> stream = RandomStream("a")
         >>> with stream:
         ...     number = random.random()
-        >>> random.random()  # The first one after the seed.
+        >>> random.random()  # The first number after the seed.
         0.8444218515250481
     """
 

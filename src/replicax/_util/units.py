@@ -7,7 +7,6 @@ def decimal(value: float) -> str:
     """Format a number with a decimal prefix, to be followed by a unit.
 
     Example:
-        >>> from replicax._util.units import decimal
         >>> decimal(1.97e14) + "FLOP/s"
         '197 TFLOP/s'
     """
@@ -22,7 +21,6 @@ def binary_bytes(value: float) -> str:
     """Format bytes with a binary unit.
 
     Example:
-        >>> from replicax._util.units import binary_bytes
         >>> binary_bytes(16 * 2**30)
         '16.0 GiB'
     """
@@ -37,7 +35,6 @@ def seconds(value: float) -> str:
     """Format a duration.
 
     Example:
-        >>> from replicax._util.units import seconds
         >>> seconds(0.00123), seconds(2.5)
         ('1.23 ms', '2.5 s')
     """

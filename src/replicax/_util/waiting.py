@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 
 class _Nested:
-    """A wait or work of this thread, in a stack of which only the innermost one logs.
+    """A wait or work of this thread; of nested ones only the innermost logs.
 
     The stack has weak references: an interrupt may prevent the call of `__exit__`.
     """
@@ -43,10 +43,9 @@ class _Nested:
 
 
 def back_off(first: float, longest: float, factor: float = 1.25) -> Iterator[float]:
-    """Pauses between polls, each longer by a factor, to the longest.
+    """Yield pauses between polls, which grow by a factor up to the longest.
 
-    With the default factor a waiter notices a result late by at most a quarter of the
-    time that it has waited.
+    With the default factor, the delay of a poll is at most a quarter of the total wait.
 
     Example:
         >>> list(itertools.islice(back_off(1.0, 1.5), 4))
@@ -75,9 +74,9 @@ def wait_for(
         timeout: Maximal number of seconds to wait.
         late: Called at the timeout. Raises an error that names the missing party, or
             returns a substitute for the result.
-        reminder: Returns a sentence for the log that says what the wait is for; called
-            every 10 s with the seconds waited. None: nothing is logged.
-        is_early: Whether no step was made yet: the first reminder comes after 3 s.
+        reminder: Returns the text that is logged every 10 s, given the seconds waited;
+            None: nothing is logged.
+        is_early: Whether to log the first reminder after 3 s, as before a first step.
         pauses: The first pause between two polls, and the longest; see `back_off`.
         sleep: Sleeps; may return sooner, as `threading.Thread.join` does.
 
@@ -124,26 +123,26 @@ class Announced(_Nested):
         super().__init__()
         self._what = what
         self._began = 0.0
-        self._over = threading.Event()
+        self._ended = threading.Event()
 
     def __enter__(self) -> "Announced":
         self._began = time.monotonic()
         super().__enter__()
         thread = threading.Thread(
-            target=_speak,
-            args=(weakref.ref(self), self._over),
+            target=_log_if_long,
+            args=(weakref.ref(self), self._ended),
             name="replicax-announced",
             daemon=True,
         )
         try:
             thread.start()
-        except BaseException:  # An interrupt: Python waits for the thread there.
+        except BaseException:  # `start` waits, so an interrupt is likely here.
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._ended.set()
         super().__exit__()
 
     def text(self) -> str:
@@ -151,10 +150,10 @@ class Announced(_Nested):
         return f"{self._what} ({time.monotonic() - self._began:.0f} s so far)"
 
 
-def _speak(of: "weakref.ref[Announced]", over: threading.Event) -> None:
+def _log_if_long(reference: "weakref.ref[Announced]", ended: threading.Event) -> None:
     seconds = FIRST_SECONDS
-    while not over.wait(seconds):
-        announced = of()
+    while not ended.wait(seconds):
+        announced = reference()
         if announced is None:
             return
         if announced.is_innermost:

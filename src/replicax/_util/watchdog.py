@@ -14,8 +14,8 @@ _CLOSE_SECONDS = 1.0
 class Watchdog:
     """A thread that cancels a call blocking in C++ without progress.
 
-    From the first call on it calls `ping` after each `idle_seconds` without progress,
-    in a call and between two. `ping` is given how many seconds it may take.
+    After the first watched call it calls `ping(seconds)` after each `idle_seconds`
+    without progress, also between calls. `ping` may take that number of seconds.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Watchdog:
         self._idle_seconds = idle_seconds
         self._changed = threading.Condition()
         self._cancel: Callable[[], None] | None = None
-        self._seconds = 0.0  # Of the call that is watched.
+        self._seconds = 0.0  # The time limit of the watched call.
         self._moved_at = self._pinged_at = 0.0
         self._fired = False
         self._closed = False
@@ -40,9 +40,10 @@ class Watchdog:
     def watch(
         self, seconds: float, cancel: Callable[[], None]
     ) -> Iterator[Callable[[], None]]:
-        """Watch a `with` block, one at a time; yield a function to call on progress.
+        """Watch a `with` block; yield a function that the block calls on progress.
 
-        A cancelled block raises `TimeoutError`, not the error of the cancellation.
+        Only one block may be watched at a time. A cancelled block raises
+        `TimeoutError`, not the error of the cancellation.
         """
 
         def progress() -> None:
@@ -73,7 +74,7 @@ class Watchdog:
                 self._cancel()
 
     def close(self) -> None:
-        """End the thread; one that is in a ping ends after it."""
+        """End the thread, after its current ping."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -103,7 +104,7 @@ class Watchdog:
                     self._pinged_at = time.monotonic()
 
     def _ping_unlocked(self, seconds: float) -> None:
-        """Ping without the lock: the call that is watched may end meanwhile."""
+        """Ping without the lock, so that the watched call can end meanwhile."""
         self._changed.release()
         try:
             self._ping(seconds)
