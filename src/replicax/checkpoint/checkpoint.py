@@ -1,9 +1,8 @@
 """`Checkpoint`: saves and restores a set of named objects."""
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.checkpoint import storage
 from replicax.checkpoint.entries import (
     ArrayEntry,
-    Binding,
     Entry,
     RemoteEntries,
     ValueEntry,
@@ -21,7 +19,7 @@ from replicax.checkpoint.entries import (
     same_state,
     to_host,
 )
-from replicax.checkpoint.restore import RestoreStatus, compare
+from replicax.checkpoint.restore import RestoreStatus, compare, set_arrays
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.workers import Workers
@@ -172,19 +170,18 @@ class Checkpoint:
     def apply(self, contents: Contents, path: str) -> "RestoreStatus":
         """Set the objects to the `contents` read from `path`."""
         self._require_built()
-        bindings = self._bind()
-        entries = [entry for binding in bindings.values() for entry in binding.entries]
+        entries, restored = self._bind()
         status = compare(entries, contents, path)
         worker = workers.current()
-        _set_arrays(entries, contents)
+        set_arrays(entries, contents)
         for entry in entries:
             if isinstance(entry, ValueEntry) and entry.name in contents.values:
                 saved = contents.values[entry.name]
                 if entry.of_worker:
                     saved = _state_of_worker(worker, entry, saved)
                 entry.write(saved)
-        for name, binding in bindings.items():
-            setattr(self, name, binding.value())
+        for name, value_of in restored.items():
+            setattr(self, name, value_of())
         return status
 
     def _require_built(self) -> None:
@@ -209,37 +206,25 @@ class Checkpoint:
                 value.jax_state_sync()  # During fit, the loop has the newest values.
         # As in `apply`: save and restore must find the same names.
         _build_optimizers(self._objects())
-        return [entry for binding in self._bind().values() for entry in binding.entries]
+        entries, _ = self._bind()
+        return entries
 
-    def _bind(self) -> dict[str, Binding]:
+    def _bind(self) -> tuple[list[Entry], dict[str, Callable[[], PyTree]]]:
+        """Make all entries, and by name functions that return the restored objects."""
         objects = self._objects()
-        bindings = {name: bind(name, value) for name, value in objects.items()}
-        optimizers = [
-            x for x in objects.values() if isinstance(x, keras.optimizers.Optimizer)
-        ]
+        entries: list[Entry] = []
+        restored = {}
         for name, value in objects.items():
+            own, restored[name] = bind(name, value)
+            entries += own
             optimizer = getattr(value, "optimizer", None)
             if (
                 isinstance(value, keras.Model)
                 and isinstance(optimizer, keras.optimizers.Optimizer)
-                and not any(optimizer is x for x in optimizers)
+                and not any(optimizer is x for x in objects.values())
             ):
-                more = bind(f"{name}/optimizer", optimizer).entries
-                bindings[name] = dataclasses.replace(
-                    bindings[name], entries=bindings[name].entries + more
-                )
-        return bindings
-
-
-def _set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
-    """Set the objects' arrays, also those on servers, to a checkpoint's."""
-    for entry in entries:
-        if isinstance(entry, ArrayEntry) and entry.name in contents.arrays:
-            entry.write(contents.arrays[entry.name])
-        elif isinstance(entry, RemoteEntries):
-            prefix = entry.name
-            below = {n: x for n, x in contents.arrays.items() if n.startswith(prefix)}
-            entry.write({n.removeprefix(prefix): x for n, x in below.items()})
+                entries += bind(f"{name}/optimizer", optimizer)[0]
+        return entries, restored
 
 
 def _worker_values(worker: Workers, entries: Iterable[Entry]) -> JSONObject:

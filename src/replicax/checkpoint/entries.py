@@ -6,7 +6,7 @@ An entry has functions to read and to write a part of an object.
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import jax
 import keras
@@ -15,7 +15,7 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._util import json_codec
 from replicax._util.types import JSON, PyTree
-from replicax.checkpoint.variable_names import has_variables, named_variables
+from replicax.checkpoint.variable_names import HasVariables, named_variables
 from replicax.engine import device_put
 from replicax.engine.composites import is_key
 from replicax.engine.protocols import STATE_HOME
@@ -23,29 +23,15 @@ from replicax.errors import CheckpointError
 
 __all__ = [
     "ArrayEntry",
-    "Binding",
     "Entry",
-    "OptimizerHome",
     "RemoteEntries",
     "ValueEntry",
     "bind",
     "encode",
+    "same_state",
+    "state_accessors",
     "to_host",
 ]
-
-
-class OptimizerHome(Protocol):
-    """The parameter servers that hold an optimizer's variables."""
-
-    def read_state(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
-        """Read the optimizer's variables, by their names in this process."""
-        ...
-
-    def write_state(
-        self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
-    ) -> None:
-        """Set the optimizer's variables."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,24 +87,15 @@ class RemoteEntries:
 Entry: TypeAlias = ArrayEntry | ValueEntry | RemoteEntries
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Binding:
-    """One tracked object.
-
-    Attributes:
-        entries: The object's arrays and values.
-        value: Returns the restored object: the same one, or a new tree of new leaves.
-    """
-
-    entries: list[Entry]
-    value: Callable[[], PyTree]
-
-
-def bind(name: str, value: PyTree) -> Binding:
+def bind(name: str, value: PyTree) -> tuple[list[Entry], Callable[[], PyTree]]:
     """Make the entries of an object; their names begin with `name`.
 
     The object is a Keras object or variable, an object with a state, an array, a
     number, a string, or a pytree of these.
+
+    Returns:
+        The entries, and a function that returns the restored object: the same one, or a
+        new tree of new leaves.
 
     Raises:
         TypeError: If a part of the object is of another type; the error names the part.
@@ -130,18 +107,16 @@ def bind(name: str, value: PyTree) -> Binding:
         suffix = jax.tree_util.keystr(path, simple=True, separator="/")
         leaf_name = f"{name}/{suffix}" if suffix else name
         entries += _leaf_entries(leaf_name, leaf, new_leaves, i)
-    return Binding(
-        entries=entries, value=lambda: jax.tree.unflatten(structure, new_leaves)
-    )
+    return entries, lambda: jax.tree.unflatten(structure, new_leaves)
 
 
 def _is_object(x: object) -> bool:
     return not isinstance(x, (dict, list, tuple)) and (
-        has_variables(x) or isinstance(x, keras.Variable) or _accessors(x) is not None
+        isinstance(x, HasVariables | keras.Variable) or state_accessors(x) is not None
     )
 
 
-def _accessors(
+def state_accessors(
     x: object,
 ) -> tuple[Callable[[], PyTree], Callable[[PyTree], object]] | None:
     """Return the getter and the setter of an object's state, if it has one."""
@@ -162,14 +137,20 @@ def _leaf_entries(
 
     if isinstance(leaf, keras.Variable):
         return [_variable_entry(name, leaf)]
-    if has_variables(leaf):
+    if isinstance(leaf, HasVariables):
         own = [_variable_entry(f"{name}/{n}", v) for n, v in named_variables(leaf)]
-        home: OptimizerHome | None = getattr(leaf, STATE_HOME, None)
-        return [*own, *([] if home is None else [_remote_entries(name, leaf, home)])]
-    accessors = _accessors(leaf)
-    if accessors is not None:
-        get, put_state = accessors
-        return [_value_entry(name, get, put_state, of_worker=True)]
+        home: PyTree = getattr(leaf, STATE_HOME, None)
+        if home is None:
+            return own
+        # Parameter servers hold the optimizer's state.
+        remote = RemoteEntries(
+            name=f"{name}/",
+            read=lambda: home.read_state(leaf),
+            write=lambda arrays: home.write_state(leaf, arrays),
+        )
+        return [*own, remote]
+    if accessors := state_accessors(leaf):
+        return [_value_entry(name, *accessors, of_worker=True)]
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return [_array_entry(name, leaf, put)]
     if isinstance(leaf, bool | int | float | str | bytes):
@@ -178,14 +159,6 @@ def _leaf_entries(
         f"Checkpoint: {name} is a {type(leaf).__name__}, which cannot be saved. "
         "Expected a Keras object or variable, an array, a number, a string, a pytree "
         "of these, or an object with get_state and set_state."
-    )
-
-
-def _remote_entries(name: str, optimizer: PyTree, home: OptimizerHome) -> RemoteEntries:
-    return RemoteEntries(
-        name=f"{name}/",
-        read=lambda: home.read_state(optimizer),
-        write=lambda arrays: home.write_state(optimizer, arrays),
     )
 
 

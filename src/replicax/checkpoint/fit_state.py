@@ -1,15 +1,15 @@
 """The state of a `fit`: the model, the position in the data, and the callbacks."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import keras
 import numpy as np
 
 from replicax._private import keras as internals
 from replicax._private import trainer
-from replicax._util.types import JSON, PyTree
+from replicax._util.types import PyTree
 from replicax.checkpoint.checkpoint import Checkpoint
+from replicax.checkpoint.entries import state_accessors
 from replicax.checkpoint.restore import RestoreStatus
 from replicax.checkpoint.storage import Contents
 
@@ -66,15 +66,6 @@ class FitState(Checkpoint):
         return status
 
 
-@runtime_checkable
-class _HasState(Protocol):
-    """A callback with methods to save its state."""
-
-    def get_state(self) -> JSON: ...
-
-    def set_state(self, state: JSON, /) -> object: ...
-
-
 def capture_callbacks(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> tuple[list[CallbackState], dict[str, list[np.ndarray]]]:
@@ -116,8 +107,8 @@ def _restore(
     state: CallbackState,
     best_weights: list[np.ndarray] | None,
 ) -> None:
-    if isinstance(callback, _HasState) and "own" in state:
-        callback.set_state(state["own"])
+    if "own" in state and (accessors := state_accessors(callback)):
+        accessors[1](state["own"])
     attributes = dict(state["attributes"])
     if best_weights is not None:
         attributes["best_weights"] = best_weights
@@ -144,8 +135,8 @@ def _state_of(callback: keras.callbacks.Callback) -> CallbackState:
             if hasattr(callback, name)
         },
     }
-    if isinstance(callback, _HasState):
-        state["own"] = callback.get_state()
+    if accessors := state_accessors(callback):
+        state["own"] = accessors[0]()
     return state
 
 

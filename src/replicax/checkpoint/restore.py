@@ -7,7 +7,7 @@ from replicax.checkpoint.entries import ArrayEntry, Entry, RemoteEntries
 from replicax.checkpoint.storage import Contents
 from replicax.errors import CheckpointError
 
-__all__ = ["RestoreStatus", "compare", "write_existing"]
+__all__ = ["RestoreStatus", "compare", "set_arrays"]
 
 _logger = logging.getLogger("replicax")
 
@@ -120,18 +120,15 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
     return RestoreStatus(path, missing, unused)
 
 
-def write_existing(entries: Iterable[Entry], contents: Contents, path: str) -> None:
-    """Set arrays from a checkpoint that contains all of them.
-
-    Raises:
-        CheckpointError: If one is missing, or has another shape or dtype. Nothing was
-            restored then.
-    """
-    entries = list(entries)
-    compare(entries, contents, path).assert_existing_objects_matched()
+def set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
+    """Set the objects' arrays, also those on servers, to a checkpoint's."""
     for entry in entries:
-        if isinstance(entry, ArrayEntry):
+        if isinstance(entry, ArrayEntry) and entry.name in contents.arrays:
             entry.write(contents.arrays[entry.name])
+        elif isinstance(entry, RemoteEntries):
+            prefix = entry.name
+            below = {n: x for n, x in contents.arrays.items() if n.startswith(prefix)}
+            entry.write({n.removeprefix(prefix): x for n, x in below.items()})
 
 
 def _describe(shape: Iterable[int], dtype: object) -> str:

@@ -12,7 +12,7 @@ from replicax._util.arguments import require_count, require_path
 from replicax._util.types import PyTree
 from replicax.checkpoint.entries import bind
 from replicax.checkpoint.evaluation import CheckpointWatch
-from replicax.checkpoint.restore import write_existing
+from replicax.checkpoint.restore import compare, set_arrays
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
 
 __all__ = ["SidecarEvaluator"]
@@ -110,9 +110,11 @@ class SidecarEvaluator:
             path, contents = newer
             if not self._model.built:  # It has no variables to restore yet.
                 self._run(steps=1)
+            entries, _ = bind("model", self._model)
+            status = compare(entries, contents, os.fspath(path))
             # The checkpoint may have more than the model, such as the optimizer.
-            entries = bind("model", self._model).entries
-            write_existing(entries, contents, os.fspath(path))
+            status.assert_existing_objects_matched()
+            set_arrays(entries, contents)
             self._evaluate(os.fspath(path))
             number += 1
 

@@ -6,13 +6,13 @@ one run may be `dense/kernel` of the next. Here a layer is numbered within its p
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 import keras
 
 from replicax._private import keras as internals
 
-__all__ = ["HasVariables", "has_variables", "named_variables"]
+__all__ = ["HasVariables", "named_variables"]
 
 HasVariables: TypeAlias = (
     keras.Layer
@@ -21,11 +21,6 @@ HasVariables: TypeAlias = (
     | keras.random.SeedGenerator
 )
 _Named: TypeAlias = tuple[str, keras.Variable]
-
-
-def has_variables(x: object) -> TypeGuard[HasVariables]:
-    """Whether an object is a Keras layer, optimizer, metric or seed generator."""
-    return isinstance(x, HasVariables)
 
 
 def named_variables(owner: HasVariables) -> list[_Named]:
