@@ -17,12 +17,9 @@ from tests.conftest import mirrored, values_of
 
 import replicax as rx
 from replicax.engine.cache import (
-    Identity,
     ProgramCache,
     describe,
     function_key,
-    static_key,
-    unwrap_partial,
 )
 
 _compilations: list[str] = []
@@ -507,24 +504,6 @@ def test_key_of_an_unbound_cell() -> None:
 
     before, after = make()
     assert before != after
-
-
-def test_identity_compares_by_identity_and_keeps_alive() -> None:
-    value = [1]
-    assert Identity(value) == Identity(value)
-    assert Identity(value) != Identity([1])
-    assert static_key([1]) != static_key([1])
-    assert static_key("a") == static_key("a")
-
-
-def test_unwrap_partial_binds_as_python_does() -> None:
-    def fn(*args: Any, **kwargs: Any) -> Any:
-        return args, kwargs
-
-    bound = functools.partial(functools.partial(fn, 1, k=1, m=2), 2, k=3)
-    unwrapped, args, kwargs = unwrap_partial(bound, (4,), {"m": 5})
-    assert unwrapped is fn
-    assert (args, kwargs) == bound(4, m=5)
 
 
 def test_describe_names_the_function_and_its_line() -> None:

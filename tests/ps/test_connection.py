@@ -1,11 +1,7 @@
 """A worker's side: lost servers, silent ones, and servers that come back."""
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -155,16 +151,6 @@ def test_a_connection_survives_restarts_of_the_server(adds):
         services[2].close()
 
 
-def test_a_server_that_accepts_and_says_nothing():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with (
-            connect(address, connect_timeout_seconds=0.3, retry_timeout_seconds=1) as c,
-            pytest.raises(ConnectionLost, match="'add' for"),
-        ):
-            c.exchange_header({"op": "add"}, ONE)
-
-
 def test_a_server_that_never_answers_to_a_message(service, adds):
     go_on = threading.Event()
     adds.before = lambda: go_on.wait(20)
@@ -267,24 +253,6 @@ def test_an_address_that_is_none():
         connect("ps0")
 
 
-def test_without_pyarrow_the_error_says_what_to_install(tmp_path):
-    (tmp_path / "pyarrow").mkdir()
-    (tmp_path / "pyarrow" / "__init__.py").write_text("raise ImportError('not here')")
-    code = (
-        "from replicax.ps.connection import Connection\n"
-        "from replicax.ps.credentials import Credentials\n"
-        "Connection('localhost:1', Credentials(token='x' * 20))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:src"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert 'pip install "replicax[ps]"' in result.stderr
-
-
 def test_the_watchdog_lets_progress_go_on_and_cancels_without():
     cancelled = threading.Event()
     with contextlib.closing(Watchdog("replicax-test")) as watchdog:
@@ -303,51 +271,6 @@ def blocks_until(watchdog, cancelled):
     with watchdog.watch(0.1, cancelled.set):
         assert cancelled.wait(10)
         raise OSError("cancelled")
-
-
-SERVER = """
-import sys, threading
-from replicax.ps.credentials import Credentials
-from replicax.ps.service import Service
-from replicax.ps.store import VariableStore
-Service(
-    sys.argv[1], VariableStore(0), None, Credentials.from_environment()
-).serve_in_thread()
-print("ready", flush=True)
-threading.Event().wait()
-"""
-
-
-@pytest.mark.multiprocess
-def test_a_killed_server_process_is_noticed_at_once_and_awaited():
-    address = free_address()
-    environment = os.environ | {"REPLICAX_PS_TOKEN": CREDENTIALS.token}
-
-    def start():
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, address],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    first = start()
-    try:
-        with connect(address, retry_timeout_seconds=60) as connection:
-            assert connection.call("store.status")["groups"] == {}
-            first.send_signal(signal.SIGKILL)
-            first.wait(10)
-            second = start()
-            try:
-                assert connection.call("store.status")["groups"] == {}
-            finally:
-                second.kill()
-                second.communicate(timeout=10)
-    finally:
-        first.kill()
-        first.communicate(timeout=10)
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])

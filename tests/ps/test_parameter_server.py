@@ -16,7 +16,6 @@ from keras import layers
 
 import replicax as rx
 import replicax.testing
-from replicax.ps.optimizers import can_split, optimizer_rule
 
 pytest.importorskip("pyarrow")
 
@@ -118,17 +117,6 @@ def test_without_pyarrow():
         check=True,
     )
     assert "replicax[ps]" in ended.stdout, ended
-
-
-def test_whole_variable_optimizers_are_not_split():
-    for name in ("Adafactor", "Lamb", "Muon"):
-        assert not can_split(getattr(keras.optimizers, name)())
-
-
-def test_a_dynamic_loss_scale_is_refused():
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    with pytest.raises(ValueError, match="LossScaleOptimizer cannot run"):
-        optimizer_rule(optimizer, [keras.Variable([1.0])])
 
 
 # The cluster.

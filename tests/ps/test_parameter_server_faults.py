@@ -3,16 +3,10 @@
 import signal
 
 import pytest
-from tests.ps.jobs import Job, all_done, check_counts
+from tests.ps.jobs import Job, check_counts
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.multiprocess
-
-
-# What the tasks run.
-
-
-# The tests' side.
 
 
 @pytest.mark.slow
@@ -29,20 +23,6 @@ def test_a_worker_that_does_not_come_back_ends_nothing(tmp_path):
         "ps:1": 0,
     }
     assert results["worker:0"].value["accuracy"] > 0.9
-
-
-@pytest.mark.slow
-def test_a_killed_chief_resumes_the_running_epoch(tmp_path):
-    with Job(tmp_path, options={}, epochs=500) as cluster:
-        cluster.wait_for_step("worker:0", 25)
-        cluster.kill("worker:0")
-        cluster.restart("worker:0")
-        cluster.wait_for_step("worker:0", 25)
-        results = cluster.end()
-        found = all_done(results)
-        assert found["accuracy"] > 0.9
-        assert "worker:0 is back" in results["worker:0"].output
-        assert results["worker:1"].value["accuracy"] == found["accuracy"]
 
 
 @pytest.mark.slow

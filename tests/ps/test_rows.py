@@ -312,14 +312,6 @@ def test_gradients_may_travel_as_bfloat16(make_rows):
     assert sizes[0] - sizes[1] > 100 * DIM
 
 
-def test_a_server_that_comes_back_between_steps_goes_on(rows, servers):
-    before = everything(rows)
-    step(rows, [1, 2])
-    servers.bring_back(1, servers.lose(1))
-    step(rows, [1, 2])
-    np.testing.assert_allclose(before[1:3] - everything(rows)[1:3], 1.0, atol=1e-6)
-
-
 def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, caplog):
     monkeypatch.setattr(rows_module, "_RETRY_SECONDS", 0.3)
     expected = everything(rows)[1:3]

@@ -286,27 +286,6 @@ def test_actions_of_the_board_and_the_store(created):
     assert caught.value.kind == "RequestError"
 
 
-def test_the_other_calls_of_flight_are_refused(service, connection):
-    flight = wire.flight()
-    connection.call("hello")
-    token = f"Bearer {CREDENTIALS.token}".encode()
-    options = flight.FlightCallOptions(headers=[(b"authorization", token)])
-    descriptor = flight.FlightDescriptor.for_path("x")
-    with flight.FlightClient(f"grpc+tcp://{service.address}") as client:
-        calls = [
-            lambda: list(client.list_flights(options=options)),
-            lambda: client.list_actions(options=options),
-            lambda: client.get_flight_info(descriptor, options),
-            lambda: client.get_schema(descriptor, options),
-            lambda: client.do_get(flight.Ticket(b"x"), options).read_all(),
-        ]
-        for call in calls:
-            with pytest.raises(NotImplementedError):
-                call()
-        with pytest.raises(flight.FlightUnauthenticatedError, match="has no token"):
-            list(client.list_flights())
-
-
 @pytest.mark.parametrize(
     ("address", "why"),
     [

@@ -1,7 +1,6 @@
 """Slots are the same when they were cut for servers, sent, and put together."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,15 +39,3 @@ def test_slots_come_back_as_they_were(shapes, num_servers, num_shards) -> None:
     assert again.keys() == slots.keys()
     for key, array in slots.items():
         np.testing.assert_array_equal(again[key], array)
-
-
-@pytest.mark.timeout(60)
-def test_slots_of_many_variables_are_cut_in_linear_time() -> None:
-    number = 20_000
-    infos = [
-        VariableInfo(path=f"v{i}", shape=(1,), dtype="float32") for i in range(number)
-    ]
-    group = place("weights", {"kind": "optimizer", "config": {}}, infos, 2)
-    slots = {("momentum", i): np.zeros(1, "float32") for i in range(number)}
-    cut = [cut_slots(group, slots, server) for server in range(2)]
-    assert sum(map(len, cut)) == number

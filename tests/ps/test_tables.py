@@ -263,12 +263,6 @@ def test_check_ids_and_sum_duplicates_take_nothing():
     assert (ids.shape, sums.shape) == ((0,), (0, 2))
 
 
-# Exactly once.
-
-
-# Synchronous steps.
-
-
 def test_the_learning_rate_can_be_set():
     zeros = {"class_name": "Zeros"}
     table, other = Table(spec_of(initializer=zeros)), Table(spec_of(initializer=zeros))
@@ -282,9 +276,6 @@ def test_the_learning_rate_can_be_set():
         scheduled.set_learning_rate(1.0)
     with pytest.raises(TableError, match="learning_rate=nan"):
         table.set_learning_rate(float("nan"))
-
-
-# Snapshots.
 
 
 def test_a_spec_goes_through_json():

@@ -1,7 +1,6 @@
 """Serializes a user's optimizer for the servers, and builds it there."""
 
 import copy
-import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -50,26 +49,22 @@ def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
     of Keras' optimizers, which might need them. False if a server clips by `clipnorm`,
     the norm of a whole variable.
     """
+    if not clips_on_worker(optimizer) and optimizer.clipnorm:
+        return False
     # Looked up by name: Keras has this class only since 3.14.
     free = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
-    steppers = _steppers(optimizer)
-    if not clips_on_worker(optimizer) and any(stepper.clipnorm for stepper in steppers):
-        return False
-    return all(type(stepper) in (*ELEMENTWISE, free) for stepper in steppers)
+    return type(optimizer) in (*ELEMENTWISE, free)
 
 
 def can_spread(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the variables may be updated separately, on several servers.
 
-    False if a server clips by the norm of all gradients, as with gradient accumulation
-    or in a MultiOptimizer. Also False if a class outside Keras overrides a method that
-    might mix variables: any method that is not in `_ONE_BY_ONE`.
+    False if a server clips by the norm of all gradients, as with gradient accumulation.
+    Also False if a class outside Keras overrides a method that might mix variables: any
+    method that is not in `_ONE_BY_ONE`.
     """
-    if not all(map(_is_one_by_one, _steppers(optimizer))):
-        return False
-    if clips_on_worker(optimizer):
-        return True
-    return all(each.global_clipnorm is None for each in _steppers(optimizer))
+    clips_here = clips_on_worker(optimizer) or optimizer.global_clipnorm is None
+    return clips_here and _is_one_by_one(optimizer)
 
 
 _ONE_BY_ONE = {"build", "from_config", "get_config", "update_step"}
@@ -89,16 +84,6 @@ def _is_one_by_one(optimizer: keras.optimizers.Optimizer) -> bool:
     return overridden <= _ONE_BY_ONE
 
 
-def _steppers(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.optimizers.Optimizer]:
-    """The optimizers in a MultiOptimizer; any other optimizer itself."""
-    inner = getattr(optimizer, "optimizers", None)
-    if inner is None:
-        return [optimizer]
-    return [stepper for each in inner for stepper in _steppers(each)]
-
-
 def optimizer_rule(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
@@ -109,9 +94,15 @@ def optimizer_rule(
     that `exclude_from_weight_decay` excludes. `variables` are in the group's order.
 
     Raises:
-        ValueError: If the optimizer cannot be rebuilt from its config, or scales its
-            loss dynamically.
+        ValueError: If the optimizer cannot be rebuilt from its config, scales its loss
+            dynamically, or consists of several optimizers.
     """
+    if hasattr(optimizer, "optimizers"):
+        raise ValueError(
+            f"optimizer_rule: {type(optimizer).__name__} cannot run on parameter "
+            "servers. Write a train_step that applies each of its optimizers to its "
+            "own variables."
+        )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "optimizer_rule: LossScaleOptimizer cannot run on parameter servers: each "
@@ -130,9 +121,7 @@ def optimizer_rule(
             "keras.saving.register_keras_serializable."
         ) from error
     excluded = [
-        i
-        for i, variable in enumerate(variables)
-        if not all(decays(each, variable) for each in _steppers(optimizer))
+        i for i, variable in enumerate(variables) if not decays(optimizer, variable)
     ]
     return {
         "kind": "optimizer",
@@ -172,11 +161,9 @@ def clips(optimizer: keras.optimizers.Optimizer) -> bool:
 def clips_on_worker(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether workers clip the optimizer's gradients; otherwise servers clip them.
 
-    Servers clip the mean gradient of `gradient_accumulation_steps`, and the gradients
-    of each optimizer in a MultiOptimizer.
+    Servers clip the mean gradient of `gradient_accumulation_steps`.
     """
-    is_multiple = hasattr(optimizer, "optimizers")
-    return not is_multiple and not optimizer.gradient_accumulation_steps
+    return not optimizer.gradient_accumulation_steps
 
 
 def deserialize(config: JSONObject) -> keras.optimizers.Optimizer:
@@ -205,27 +192,23 @@ def build_recording(
         For each of the optimizer's variables the index of its trained variable, or
         None, and a name that is unique for this index; then the variables' values.
     """
-    steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
     places = {id(variable): i for i, variable in enumerate(variables)}
     owners: dict[int, tuple[int | None, str]] = {}
 
-    def record(original: Any, reference_variable: Any, name: Any = None, **kw: Any):  # noqa: ANN202
+    def record(reference_variable: Any, name: Any = None, **kw: Any) -> keras.Variable:
         slot = original(reference_variable, name=name, **kw)
         owners[id(slot)] = (places[id(reference_variable)], name or "var")
         return slot
 
-    for stepper in steppers:
-        original = stepper.add_variable_from_reference
-        stepper.add_variable_from_reference = functools.partial(record, original)
+    original = optimizer.add_variable_from_reference
+    vars(optimizer)["add_variable_from_reference"] = record
     optimizer.build(variables)
-    for stepper in steppers:
-        del stepper.add_variable_from_reference
+    del optimizer.add_variable_from_reference
     shared = [v for v in optimizer.variables if id(v) not in owners]
     names = _distinct([v.name for v in shared], [v.path for v in shared])
     owners |= {id(v): (None, name) for v, name in zip(shared, names, strict=True)}
     keys = [owners[id(v)] for v in optimizer.variables]
-    for stepper in steppers:
-        stepper.variables[0].assign(steps)
+    optimizer.variables[0].assign(steps)
     # Copies, since Keras may give the same array to several variables.
     state = [jnp.array(v.value) for v in optimizer.variables]
     # The variables keep only names and shapes, and hold no memory.

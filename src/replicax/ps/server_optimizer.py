@@ -194,8 +194,7 @@ class ServerOptimizer:
             if shard.variable in excluded
         ]
         if without:
-            for stepper in (optimizer, *getattr(optimizer, "optimizers", ())):
-                stepper.exclude_from_weight_decay(var_list=without)
+            optimizer.exclude_from_weight_decay(var_list=without)
         self._owners, state = build_recording(
             optimizer, variables, rule.get("iterations", 0)
         )
@@ -206,8 +205,7 @@ class ServerOptimizer:
         self, optimizer: keras.optimizers.Optimizer, excluded: set[int]
     ) -> tuple[list[list[int]], FlatLayout]:
         """The spans of shards that are the optimizer's variables, and their layout."""
-        is_elementwise = can_split(optimizer) and not hasattr(optimizer, "optimizers")
-        if not is_elementwise or optimizer.clipnorm:
+        if not can_split(optimizer) or optimizer.clipnorm:
             return self._fuse(lambda shard: None)
 
         def kind_of(shard: VariableShard) -> bool | None:
