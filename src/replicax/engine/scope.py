@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import keras
 
 from replicax._private.keras import current_scope, set_current_scope
+from replicax.engine.meshes import outside_meshes
 from replicax.engine.protocols import StrategyLike
 from replicax.errors import ContextError
 
@@ -107,7 +108,7 @@ def called_in(
     try:
         _state.call = name or outer
         _state.strategies = (*strategies, strategy)
-        return call()
+        return outside_meshes(call)
     except BaseException:
         if current_scope() is not scope:
             set_current_scope(scope)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from replicax._private.jax import ArrayImpl
 from replicax._util.types import PyTree
 from replicax.engine.composites import described, is_array, is_composite, is_key, one_of
+from replicax.engine.meshes import outside_meshes
 
 __all__ = [
     "ARRAY_TYPES",
@@ -82,6 +83,9 @@ class PerReplica:
         Replicas without examples are left out. If a value is used with arrays on
         another device, JAX copies it there.
         """
+        return outside_meshes(self._local_values)
+
+    def _local_values(self) -> tuple[PyTree, ...]:
         array = self.array
         if is_composite(array):
             parts = [self.with_array(x).values for x in jax.tree.leaves(array)]

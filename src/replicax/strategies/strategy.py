@@ -18,6 +18,7 @@ from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device, check_cpu_pool
 from replicax.engine.group import ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit
+from replicax.engine.meshes import outside_meshes
 from replicax.engine.program import Program
 from replicax.engine.protocols import Home
 from replicax.engine.scope import Scope
@@ -236,7 +237,7 @@ class Strategy(DatasetMaker, OwnJit):
             >>> float(total) == 2.0 * sum(range(1, n + 1))
             True
         """
-        return self.runner.run(fn, args, kwargs, donate)
+        return outside_meshes(lambda: self.runner.run(fn, args, kwargs, donate))
 
     def experimental_run_v2(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call `run`; TensorFlow 2.0 has this name."""
@@ -265,10 +266,12 @@ class Strategy(DatasetMaker, OwnJit):
         """
         require_cross_replica("reduce")
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
-        return self.runner.combine(
-            f"reduce({op.value!r}, axis={axis})",
-            lambda: combine.reduce(op, value, axis, self.group),
-            value,
+        return outside_meshes(
+            lambda: self.runner.combine(
+                f"reduce({op.value!r}, axis={axis})",
+                lambda: combine.reduce(op, value, axis, self.group),
+                value,
+            )
         )
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -286,10 +289,12 @@ class Strategy(DatasetMaker, OwnJit):
             ValueError: For scalars or an unknown axis.
         """
         require_cross_replica("gather")
-        return self.runner.combine(
-            f"gather(axis={axis})",
-            lambda: combine.gather(value, axis, self.group),
-            value,
+        return outside_meshes(
+            lambda: self.runner.combine(
+                f"gather(axis={axis})",
+                lambda: combine.gather(value, axis, self.group),
+                value,
+            )
         )
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
@@ -334,7 +339,8 @@ class Strategy(DatasetMaker, OwnJit):
             facts = {"the variables": [internals.described(v) for v in chosen]}
             self._workers.agree(facts, "check_replicas")
         if self.home.on_replicas:
-            require_equal(self.group, chosen, internals.read_values(chosen))
+            values = internals.read_values(chosen)
+            outside_meshes(lambda: require_equal(self.group, chosen, values))
 
     def _rule(self, layout_map: object, caller: str) -> MatchedRule | None:
         layout_map = self._layout_map if layout_map is None else layout_map

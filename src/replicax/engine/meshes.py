@@ -1,0 +1,22 @@
+"""Keeps the user's mesh out of the strategies' programs."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+__all__ = ["outside_meshes"]
+
+T = TypeVar("T")
+
+
+def outside_meshes(call: Callable[[], T]) -> T:
+    """Call a function without the user's mesh (`jax.set_mesh`).
+
+    JAX refuses a mesh other than the current one, and programs have their strategy's.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:  # Inside a program, it is the strategy's.
+        return call()
+    with jax.set_mesh(None):
+        return call()
