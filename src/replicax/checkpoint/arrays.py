@@ -22,13 +22,10 @@ _FILE_BYTES = 64 << 20
 
 
 class _Arrays(ocp.type_handlers.NumpyHandler):
-    """A handler that needs little more memory than the arrays.
+    """Writes arrays without a copy, and reads a few at a time, to save memory.
 
-    It writes arrays without a copy, because nothing changes them during a save. It
-    reads a few arrays at a time, because TensorStore keeps encoded arrays in memory.
-
-    After a failed write, the handler waits for the other writes. Otherwise TensorStore
-    would write into a folder that is already deleted.
+    After a failed write, it waits for the other writes. Otherwise TensorStore would
+    write into a folder that is already deleted.
     """
 
     def __init__(self) -> None:

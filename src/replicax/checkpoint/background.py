@@ -47,10 +47,19 @@ class BackgroundSave:
     ) -> None:
         self.path = path
         _unread.add(self)
+
+        def save() -> None:
+            _remove(partial)
+            try:
+                _write(path, contents)
+            except CheckpointError as error:
+                failed.add(str(error))
+                raise
+            failed.end(f"checkpoint {path}")
+            _remove(outdated)
+
         executor = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
-        self._future: Future[None] = executor.submit(
-            _save, path, contents, partial, outdated, failed
-        )
+        self._future: Future[None] = executor.submit(save)
         executor.shutdown(wait=False)
 
     def error(self) -> str | None:
@@ -72,23 +81,6 @@ def finish(folder: Path) -> None:
     for save in list(_unread):
         if save.path.parent == folder:
             save.wait()
-
-
-def _save(
-    path: Path,
-    contents: Contents,
-    partial: Sequence[Path],
-    outdated: Sequence[Path],
-    failed: FailedWrites,
-) -> None:
-    _remove(partial)
-    try:
-        _write(path, contents)
-    except CheckpointError as error:
-        failed.add(str(error))
-        raise
-    failed.end(f"checkpoint {path}")
-    _remove(outdated)
 
 
 def _write(path: Path, contents: Contents) -> None:

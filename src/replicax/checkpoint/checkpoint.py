@@ -228,7 +228,7 @@ class Checkpoint:
 
 
 def _worker_values(worker: Workers, entries: Iterable[Entry]) -> JSONObject:
-    """Collect the plain values; for an iterator, the list of all workers' states."""
+    """Collect the values; those of an iterator are the list of all workers' states."""
     values = {s.name: s.read() for s in entries if isinstance(s, ValueEntry)}
     own = {s.name for s in entries if isinstance(s, ValueEntry) and s.of_worker}
     if not own:

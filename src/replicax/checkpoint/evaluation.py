@@ -21,8 +21,8 @@ _END_OF_RUN = ()
 class CheckpointWatch:
     """Polls a folder for new checkpoints, until the run is marked as finished.
 
-    The watch skips checkpoints that are older than `latest`, or deleted before a read,
-    but never the last one of a finished run.
+    The watch skips a checkpoint if a newer one is there, and returns the last one of a
+    finished run.
 
     Attributes:
         latest: Name of the last checkpoint that `next` returned; None before.

@@ -201,52 +201,48 @@ class CheckpointManager:
             ValueError: If a model is not built, also without a checkpoint.
         """
         self._await_save()
-        newest, problems = self._newest_undamaged()
+        path, contents, problems = self._newest_undamaged()
         mark = self._directory / FINISHED
         if self._worker.is_chief and mark.exists():  # A resumed run is not finished.
             mark.unlink()
-        if newest is None and problems:
+        if path is None and problems:
             raise CheckpointError(
                 "CheckpointManager: no checkpoint is undamaged: "
                 + " ".join(problems)
                 + f" Delete {self._directory} to start from the beginning."
             )
-        if newest is None:
+        if path is None:
             if self._init_fn is not None:
                 self._init_fn()
             # Raise for an unbuilt object now, rather than after an interruption.
             self._checkpoint.restore(None)
             return None
-        path, contents = newest
         self._checkpoint.apply(contents or storage.read(path), os.fspath(path))
         return os.fspath(path)
 
-    def _newest_undamaged(
-        self,
-    ) -> tuple[tuple[Path, Contents | None] | None, list[str]]:
+    def _newest_undamaged(self) -> tuple[Path | None, Contents | None, list[str]]:
         """Return the newest undamaged checkpoint, and the errors of newer ones.
 
         Worker 0 chooses it for all workers, and is the only one with its contents.
         """
-        newest, problems = None, []
-        if self._worker.is_chief:
-            for path in reversed(self._paths):
-                try:
-                    newest = (path, storage.read(path))
-                    break
-                except CheckpointError as error:
-                    _logger.warning("%s It is skipped.", error)
-                    problems.append(str(error))
+        name, contents, problems = None, None, []
+        for path in reversed(self._paths) if self._worker.is_chief else ():
+            try:
+                name, contents = path.name, storage.read(path)
+                break
+            except CheckpointError as error:
+                _logger.warning("%s It is skipped.", error)
+                problems.append(str(error))
         if self._worker.count > 1:
-            answer = [newest and newest[0].name, problems]
-            name, problems = self._worker.exchange(
-                "replicax.checkpoint.newest", answer
-            )[0]
-            if newest is None and name is not None:
-                newest = (self._directory / name, None)
-        if newest is not None:
-            self._paths = self._paths[: self._paths.index(newest[0]) + 1]
-        return newest, problems
+            choices = self._worker.exchange(
+                "replicax.checkpoint.newest", [name, problems]
+            )
+            name, problems = choices[0]
+        if name is None:
+            return None, None, problems
+        newest = self._directory / name
+        self._paths = self._paths[: self._paths.index(newest) + 1]
+        return newest, contents, problems
 
     def _await_save(self) -> None:
         """Wait for the save in progress; worker 0 sends its result to the others."""

@@ -24,8 +24,8 @@ class SidecarEvaluator:
     (TF: `tf.keras.utils.SidecarEvaluator`.) It reads the model from checkpoints of
     `CheckpointManager(Checkpoint(model=...), ...)`, or of
     `BackupAndRestore(..., delete_checkpoint=False)` with `checkpoint_name="backup"`.
-    It skips checkpoints that are older than an evaluated one, or deleted before a read,
-    but never the last one of a finished run.
+    It skips a checkpoint if a newer one is there, and evaluates the last one of a
+    finished run.
 
     Args:
         model: A compiled model like the one in training. If it is not built yet, the
@@ -131,7 +131,6 @@ class SidecarEvaluator:
     def _run(
         self, steps: int | None, callbacks: Sequence[PyTree] | None = None
     ) -> dict[str, PyTree]:
-        """Call the model's `evaluate` on the data."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
         evaluate: Callable[..., dict[str, PyTree]] = self._model.evaluate
         return evaluate(

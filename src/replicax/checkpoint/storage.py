@@ -65,7 +65,16 @@ def write(path: Path, contents: Contents) -> None:
                 from replicax.checkpoint import arrays
 
                 arrays.write(part / _ARRAYS, not_empty)
-            _FORMAT.write_manifest(part, _manifest(contents))
+            shapes = {
+                name: {"shape": list(x.shape), "dtype": str(x.dtype)}
+                for name, x in contents.arrays.items()
+            }
+            manifest: JSONObject = {
+                "arrays": shapes,
+                "values": dict(contents.values),
+                "labels": dict(contents.labels),
+            }
+            _FORMAT.write_manifest(part, manifest)  # With the files' checksums.
             publish(part, path, replace=True)
     # Orbax and TensorStore report a full disk in exceptions of many kinds.
     except Exception as error:
@@ -92,8 +101,18 @@ def read(path: Path) -> Contents:
                 "workers need a folder on storage that all of them mount."
             )
         manifest = _FORMAT.read_manifest(path)
-        arrays = _read_arrays(path, manifest["arrays"])
-    return Contents(arrays=arrays, values=manifest["values"], labels=manifest["labels"])
+        arrays = {
+            name: np.zeros(entry["shape"], entry["dtype"])
+            for name, entry in manifest["arrays"].items()
+            if 0 in entry["shape"]
+        }
+        if len(arrays) < len(manifest["arrays"]):
+            arrays |= _restore_arrays(path)
+    return Contents(
+        arrays={name: arrays[name] for name in manifest["arrays"]},
+        values=manifest["values"],
+        labels=manifest["labels"],
+    )
 
 
 def remove(path: Path) -> None:
@@ -108,32 +127,6 @@ def remove(path: Path) -> None:
         raise CheckpointError(
             f"checkpoint {path}: could not be deleted: {reason(error)}."
         ) from error
-
-
-def _manifest(contents: Contents) -> JSONObject:
-    """Describe the contents; `write_manifest` adds the checksums of the files."""
-    arrays = {
-        name: {"shape": list(x.shape), "dtype": str(x.dtype)}
-        for name, x in contents.arrays.items()
-    }
-    return {
-        "arrays": arrays,
-        "values": dict(contents.values),
-        "labels": dict(contents.labels),
-    }
-
-
-def _read_arrays(
-    path: Path, expected: Mapping[str, JSONObject]
-) -> dict[str, np.ndarray]:
-    arrays = {
-        name: np.zeros(entry["shape"], entry["dtype"])
-        for name, entry in expected.items()
-        if 0 in entry["shape"]
-    }
-    if len(arrays) < len(expected):
-        arrays |= _restore_arrays(path)
-    return {name: arrays[name] for name in expected}
 
 
 def _restore_arrays(path: Path) -> dict[str, np.ndarray]:
