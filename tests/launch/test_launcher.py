@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -229,31 +228,6 @@ def test_a_crash_loop_is_ended_and_shows_how_it_began(
     )
 
 
-def test_the_report_names_who_failed_first(run: Callable[..., Result]) -> None:
-    """worker:1 ends first, with a code that may pass; worker:0 was the reason."""
-    code = """
-        if name == "worker:1":
-            time.sleep(0.5)
-            report({}, 138, culprit="worker:0")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if name == "worker:0":
-            try:
-                report({}, 7)
-            finally:
-                time.sleep(1.5)
-    """
-    result = run(code, "--workers", "2")
-    assert result.exit_code == 7
-    assert "worker:0 failed first, with exit code 7 (permanent" in result.stderr
-
-
-def test_a_killed_task(run: Callable[..., Result]) -> None:
-    code = "os.kill(os.getpid(), signal.SIGKILL)"
-    result = run(code, "--max-restarts", "0")
-    assert result.exit_code == 137
-    assert "worker:0 was killed by SIGKILL (out of memory?)" in result.stderr
-
-
 def test_tasks_that_ignore_sigterm_are_killed(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,23 +249,6 @@ def test_tasks_that_ignore_sigterm_are_killed(
     result = run(code, "--workers", "3")
     assert result.exit_code == 1
     assert time.monotonic() - start < 10
-
-
-def test_parameter_servers_end_after_the_training(
-    run: Callable[..., Result],
-) -> None:
-    code = """
-        if name == "ps:0":
-            signal.signal(signal.SIGTERM, lambda *_: (print("bye"), sys.exit(5)))
-            print("serving", flush=True)
-            open(here + "/serving", "w")
-            time.sleep(100)
-        while not os.path.exists(here + "/serving"):
-            time.sleep(0.01)
-    """
-    result = run(code, "--workers", "2", "--ps", "1", "--grace-seconds", "0.5")
-    assert result.exit_code == 0, result.output
-    assert lines_of(result) == ["ps:0     | bye", "ps:0     | serving"]
 
 
 EVALUATOR = """
@@ -546,18 +503,3 @@ def command(code: str) -> ClusterCommand:
         num_tasks={"worker": 1},
         environment=dict(os.environ),
     )
-
-
-def test_signals_need_the_main_thread() -> None:
-    errors: list[RuntimeError] = []
-
-    def launch_here() -> None:
-        try:
-            launch(command("pass"))
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=launch_here, name="other")
-    thread.start()
-    thread.join()
-    assert "this is other. Call it in the main thread" in str(errors[0])

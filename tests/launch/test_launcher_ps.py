@@ -129,23 +129,6 @@ def test_an_exception_of_a_worker_ends_the_job(run: Callable[..., Result]) -> No
     assert "worker:2 failed first, with exit code 1, after 0 restarts" in last
 
 
-def test_restart_on_any_failure(
-    run: Callable[..., Result],
-) -> None:
-    code = """
-        if name == "worker:2" and attempt == 0:
-            sys.exit(3)
-        if name == "worker:2":
-            mark("back")
-        wait_for("back")
-        if name == "worker:0":
-            mark("over")
-    """
-    result = run(code, "--restart-on", "any")
-    assert result.exit_code == 0, result.output
-    assert "worker:2 ended with exit code 3. Restart 1 of 3" in result.stderr
-
-
 def test_no_restart_after_a_consequence_of_a_permanent_failure(
     run: Callable[..., Result],
 ) -> None:
@@ -304,20 +287,6 @@ def test_servers_that_do_not_end_are_ended(run: Callable[..., Result]) -> None:
     result = run(code, "--grace-seconds", "0.5", head=HEAD)
     assert result.exit_code == 0, result.output
     assert "ps:0 did not end within 0.5 s after the last worker" in result.stderr
-
-
-def test_the_evaluator_may_finish(run: Callable[..., Result]) -> None:
-    code = """
-        if name[0] == "e":
-            wait_for("over")
-            time.sleep(0.5)
-            print("evaluated")
-        if name == "worker:0":
-            mark("over")
-    """
-    result = run(code, "--evaluator")
-    assert result.exit_code == 0, result.output
-    assert "evaluator:0 | evaluated" in result.stdout
 
 
 TOKEN = """

@@ -113,21 +113,6 @@ def test_stdin_is_empty() -> None:
     assert cluster.raw["worker:0"] == b"''\n"
 
 
-def test_terminate_reaches_the_handler() -> None:
-    code = """
-        import signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(138))
-        print("ready")
-        time.sleep(100)
-    """
-    with Cluster(code, SLEEP) as cluster:
-        cluster.wait_for("worker:0", b"ready")
-        for task in cluster.tasks.values():
-            task.terminate()
-        codes = cluster.wait_for_end()
-    assert codes == {"worker:0": 138, "worker:1": -signal.SIGTERM}
-
-
 def test_a_task_has_its_signals_though_this_process_ignores_them() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -243,17 +228,6 @@ def test_an_error_in_the_output_is_raised_where_one_waits() -> None:
     assert cluster.tasks["worker:1"].exit_code == -9
 
 
-def test_tasks_outlive_the_thread_that_started_them() -> None:
-    cluster = Cluster("import time; time.sleep(0.5); print('done')")
-    thread = threading.Thread(target=cluster.__enter__)
-    thread.start()
-    thread.join()
-    try:
-        assert cluster.wait_for_end() == {"worker:0": 0}
-    finally:
-        cluster.close()
-
-
 STARTER = """
     import sys, time
     sys.path.insert(0, {tests!r})
@@ -322,12 +296,3 @@ def test_twenty_clusters_leave_no_thread_process_or_file() -> None:
                 assert cluster.wait_until(lambda: len(cluster.running) == 1, 20)
     assert (descendants(), threading.active_count(), open_files()) == before
     assert not any(map(alive, pids))
-
-
-def test_cores() -> None:
-    code = "import os; print(*sorted(os.sched_getaffinity(0)))"
-    mine = sorted(os.sched_getaffinity(0))
-    with Cluster(code, code, cores={"worker:1": mine[-1:]}) as cluster:
-        cluster.wait_for_end()
-    seen = [list(map(int, raw.split())) for raw in cluster.raw.values()]
-    assert seen == [mine, mine[-1:]]

@@ -51,15 +51,6 @@ def report_exceptions(members: Workers, watch: Watch) -> None:
             # ends this process during this wait.
             time.sleep(members.timeouts.heartbeat + 3)
         previous(kind, error, trace)
-        if _SHARED_GPU in str(error).lower():
-            print(
-                f"replicax: {name}: two workers use the same GPU, and NCCL needs one "
-                "for each. Start one process on each machine: its strategy uses all of "
-                "the machine's GPUs. Or assign GPUs to each worker with "
-                "CUDA_VISIBLE_DEVICES.",
-                file=sys.stderr,
-                flush=True,
-            )
         if isinstance(error, ClusterError) and error.culprit is not None:
             # The culprit prints its own stack; this worker's stack is above.
             watch.fail(_retry_report(name, error.culprit, "stuck", error, watch.steps))

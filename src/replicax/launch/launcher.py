@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -67,11 +66,6 @@ def _received_signals() -> Iterator[list[int]]:
 
     An ignored signal, such as SIGHUP under nohup, stays ignored.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            "launch: signals reach the main thread only, and this is "
-            f"{threading.current_thread().name}. Call it in the main thread."
-        )
     received: list[int] = []
     before = {}
     try:

@@ -231,10 +231,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         new = [
             i
             for i, v in enumerate(program.variables)
+            # Shards differ between workers.
             if self._compared.get(id(v)) is not v
-            and self.home.layout(
-                v
-            ).is_fully_replicated  # Shards differ between workers.
+            and self.home.layout(v).is_fully_replicated
         ]
         if new:
             checksums = local_checksums([values[i] for i in new])
