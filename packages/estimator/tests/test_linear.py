@@ -38,7 +38,7 @@ def test_diabetes_as_least_squares(tmp_path) -> None:
 
 
 def test_optimizers() -> None:
-    for name in ("SGD", "adagrad", "ADAM", "RMSProp", "Ftrl", "lion"):
+    for name in ("SGD", "adagrad", "ADAM", "RMSProp"):
         result = optimizer_maker(name, 0.2)()
         assert type(result).__name__.lower() == name.lower()
         assert float(result.learning_rate) == pytest.approx(0.2)

@@ -83,19 +83,6 @@ def test_a_saved_canned_model_reads_and_returns_strings(tmp_path) -> None:
         saved({**RAW, "tags": RAW["tags"] + 9})
 
 
-def test_a_saved_baseline_reads_any_feature(tmp_path) -> None:
-    estimator = rx.estimator.BaselineRegressor(tmp_path / "model")
-    estimator.train(lambda: ({"x": X}, Y), steps=3)
-    path = estimator.export_saved_model(
-        tmp_path / "export",
-        build_raw_serving_input_receiver_fn({"x": X}),
-        platforms=["cpu"],
-    )
-    expected = predicted(estimator, {"x": X})["predictions"]
-    outputs = load_saved_model(path)({"x": X})["predictions"]
-    np.testing.assert_allclose(outputs, expected, **CLOSE)
-
-
 def test_normalizers_of_float64_cannot_be_exported() -> None:
     column = fc.numeric_column("height", dtype="float64", normalizer_fn=np.cbrt)
     host = preprocessing.Preprocessor((column,))

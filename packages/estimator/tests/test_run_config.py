@@ -34,6 +34,13 @@ def test_a_single_process_is_worker_0() -> None:
     assert config.is_chief
 
 
+def test_replace_keeps_one_save_interval() -> None:
+    config = RunConfig(save_checkpoints_steps=5).replace(save_checkpoints_secs=60.0)
+    assert (config.save_checkpoints_steps, config.save_checkpoints_secs) == (None, 60)
+    config = config.replace(save_checkpoints_steps=7)
+    assert (config.save_checkpoints_steps, config.save_checkpoints_secs) == (7, None)
+
+
 def test_an_empty_model_dir_is_an_error() -> None:
     with pytest.raises(ValueError, match="Estimator: model_dir must name a folder"):
         LinearRegressor([numeric_column("x")], model_dir="")

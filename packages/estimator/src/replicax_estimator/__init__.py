@@ -23,6 +23,10 @@ from replicax_estimator.experimental import (
     stop_if_no_decrease_hook,
     stop_if_no_increase_hook,
 )
+from replicax_estimator.export import (
+    ServingInputReceiver,
+    build_raw_serving_input_receiver_fn,
+)
 from replicax_estimator.exporters import (
     BestExporter,
     Exporter,
@@ -43,10 +47,6 @@ from replicax_estimator.linear import (
     BaselineRegressor,
     LinearClassifier,
     LinearRegressor,
-)
-from replicax_estimator.receivers import (
-    ServingInputReceiver,
-    build_raw_serving_input_receiver_fn,
 )
 from replicax_estimator.run_config import RunConfig
 from replicax_estimator.serving import SavedModel, load_saved_model

@@ -10,10 +10,9 @@ import jax
 import keras
 
 from replicax_estimator.estimator import Estimator
-from replicax_estimator.feature_column import Column
-from replicax_estimator.feature_column.numeric import NumericColumn
+from replicax_estimator.feature_column import Column, numeric_column
 from replicax_estimator.heads import head_of
-from replicax_estimator.preprocessing import Preprocessor, weight_column_of
+from replicax_estimator.preprocessing import Preprocessor
 from replicax_estimator.run_config import RunConfig
 from replicax_estimator.spec import EstimatorSpec, ModeKeys, TrainOp, minimize
 from replicax_estimator.types import Features, JSONObject, Labels, Predictions
@@ -24,16 +23,11 @@ __all__ = [
     "LogitsAndVariables",
     "NetworkPart",
     "OptimizerLike",
-    "WeightColumn",
     "optimizer_maker",
 ]
 
 OptimizerLike: TypeAlias = str | keras.Optimizer | Callable[[], keras.Optimizer]
 """A Keras optimizer, its name, or a function that returns one."""
-
-WeightColumn: TypeAlias = str | NumericColumn | None
-"""The feature of the examples' weights, or a `numeric_column` of it."""
-
 
 LogitsAndVariables: TypeAlias = tuple[jax.Array, list[keras.Variable]]
 """Logits `[b, units]`, and the trainable variables of the layers."""
@@ -58,7 +52,7 @@ class NetworkPart:
 class CannedOptions(TypedDict, total=False):
     """Arguments of all canned estimators, as `LinearRegressor` describes them."""
 
-    weight_column: WeightColumn
+    weight_column: str | None
     config: RunConfig | None
     warm_start_from: str | os.PathLike[str] | None
     loss_reduction: str
@@ -97,14 +91,15 @@ class CannedEstimator(Estimator):
                 f"{vocabulary!r}."
             )
         label_dimension = options.get("label_dimension", 1)
+        weight_name = options.get("weight_column")
+        weight_column = None if weight_name is None else numeric_column(weight_name)
         self.preprocessor = Preprocessor(
             tuple(dict.fromkeys(column for part in parts for column in part.columns)),
             None if vocabulary is None else tuple(vocabulary),
             n_classes,
             label_dimension,
-            weight_column_of(options.get("weight_column")),
+            weight_column,
         )
-        weight_column = self.preprocessor.weight_column
         reduction = options.get("loss_reduction", "sum_over_batch_size")
         head = head_of(n_classes, label_dimension, reduction)
 

@@ -13,15 +13,21 @@ import numpy as np
 import replicax as rx
 from replicax.seams import synchronize_random_state
 from replicax_estimator.arguments import require_count, require_instance
-from replicax_estimator.evaluating import EvalResults, Evaluation, append_evaluation
+from replicax_estimator.evaluating import (
+    EvalResults,
+    Evaluation,
+    append_evaluation,
+    examples_of,
+    predictions,
+    select,
+)
+from replicax_estimator.export import ServingInputReceiver, require_receiver_fn
 from replicax_estimator.exporting import export_model
 from replicax_estimator.hooks import (
     CheckpointSaverListener,
     SessionRunHook,
 )
 from replicax_estimator.model import EstimatorModel
-from replicax_estimator.predicting import examples_of, predictions, select
-from replicax_estimator.receivers import ServingInputReceiver, require_receiver_fn
 from replicax_estimator.run_config import RunConfig, one_device
 from replicax_estimator.saving import (
     CHECKPOINT_NAME,

@@ -5,7 +5,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias
 
 from replicax_estimator.arguments import require_callable
 from replicax_estimator.estimator import Estimator
@@ -29,19 +29,6 @@ __all__ = [
 
 _History: TypeAlias = Sequence[tuple[int, float]]
 """A metric's values with their global steps, in ascending order."""
-
-
-class _Options(TypedDict, total=False):
-    """Options of the hooks that read evaluations."""
-
-    eval_dir: str | None
-    """Folder of the evaluations; by default `estimator.eval_dir()`."""
-    min_steps: int
-    """Evaluations of earlier global steps are ignored."""
-    run_every_secs: float | None
-    """Seconds between two reads of the evaluations; by default 60."""
-    run_every_steps: int | None
-    """Training steps between two reads, in place of seconds."""
 
 
 class _EarlyStoppingHook(SessionRunHook):
@@ -95,7 +82,7 @@ def stop_if_no_decrease_hook(
     estimator: Estimator,
     metric_name: str,
     max_steps_without_decrease: int,
-    **options: Unpack[_Options],
+    **options: Any,
 ) -> SessionRunHook:
     """Make a hook that stops training when a metric has stopped decreasing.
 
@@ -103,8 +90,10 @@ def stop_if_no_decrease_hook(
         estimator: The estimator that trains.
         metric_name: A key of the result of `evaluate`, such as `"loss"`.
         max_steps_without_decrease: Training steps without a new minimum to stop after.
-        **options: Which evaluations to read, and how often: `eval_dir`, `min_steps`,
-            `run_every_secs` or `run_every_steps`.
+        **options: `eval_dir`: the folder of the evaluations, by default
+            `estimator.eval_dir()`. `min_steps`: ignore evaluations of earlier global
+            steps. `run_every_secs` (60) or `run_every_steps`: how often to read the
+            evaluations.
 
     Example:
         >>> import replicax as rx
@@ -119,7 +108,7 @@ def stop_if_no_increase_hook(
     estimator: Estimator,
     metric_name: str,
     max_steps_without_increase: int,
-    **options: Unpack[_Options],
+    **options: Any,
 ) -> SessionRunHook:
     """Make a hook that stops training when a metric has stopped increasing.
 
@@ -139,7 +128,7 @@ def stop_if_higher_hook(
     estimator: Estimator,
     metric_name: str,
     threshold: float,
-    **options: Unpack[_Options],
+    **options: Any,
 ) -> SessionRunHook:
     """Make a hook that stops training when a metric is above `threshold`.
 
@@ -157,7 +146,7 @@ def stop_if_lower_hook(
     estimator: Estimator,
     metric_name: str,
     threshold: float,
-    **options: Unpack[_Options],
+    **options: Any,
 ) -> SessionRunHook:
     """Make a hook that stops training when a metric is below `threshold`.
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from replicax.seams import storage
 from replicax_estimator.arguments import require_callable, require_count
-from replicax_estimator.artifact import saved_models_in
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.evaluating import EvalResults, read_eval_metrics
-from replicax_estimator.receivers import ServingInputReceiver, require_receiver_fn
+from replicax_estimator.export import ServingInputReceiver, require_receiver_fn
+from replicax_estimator.serving import saved_models_in
 
 __all__ = ["BestExporter", "Exporter", "FinalExporter", "LatestExporter"]
 

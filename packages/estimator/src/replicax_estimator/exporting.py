@@ -11,14 +11,14 @@ import numpy as np
 from jax import export
 
 import replicax as rx
-from replicax_estimator.artifact import DEFAULT_SIGNATURE, Artifact, write
+from replicax_estimator.export import SINGLE, ArraySpec, ServingInputReceiver
 from replicax_estimator.model import EstimatorModel
 from replicax_estimator.preprocessing import (
     Preprocessor,
     preprocessor_config,
     saved_preprocessor,
 )
-from replicax_estimator.receivers import SINGLE, ArraySpec, ServingInputReceiver
+from replicax_estimator.serving import DEFAULT_SIGNATURE, Artifact, write
 from replicax_estimator.spec import EstimatorSpec
 from replicax_estimator.types import Arrays, Features, JSONObject, Predictions
 

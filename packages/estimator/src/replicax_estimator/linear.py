@@ -89,8 +89,8 @@ class LinearRegressor(_Linear):
         model_dir: See `Estimator`.
         label_dimension: Size of a label. Labels are `[b, label_dimension]`, and may be
             `[b]` for size 1.
-        weight_column: Name of the feature with the examples' weights, or a
-            `numeric_column` of it. `predict` needs no weights.
+        weight_column: Name of the feature with the examples' weights, which `predict`
+            does not need.
         optimizer: The name of a Keras optimizer, with a learning rate of 0.2; a Keras
             optimizer, which is copied; or a function that returns an optimizer. None:
             Ftrl with the learning rate `min(0.2, 1 / sqrt(number of columns))`.

@@ -139,10 +139,6 @@ class EstimatorModel:
             named[name] = variable
         return named
 
-    def is_optimizer_state(self, variable: keras.Variable) -> bool:
-        """Whether an optimizer has created this variable, such as a momentum."""
-        return all(variable is not other for other in self._store.variables)
-
     def finalize(self) -> None:
         """End training: assign the moving averages of weights to the weights."""
         with self.strategy.scope():

@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from replicax_estimator.arguments import require_count, require_instance
-from replicax_estimator.feature_column import Column, features_of, numeric_column
+from replicax_estimator.arguments import require_count
+from replicax_estimator.feature_column import Column, features_of
 from replicax_estimator.feature_column.config import from_config, to_config
 from replicax_estimator.feature_column.numeric import NumericColumn
 from replicax_estimator.feature_column.raw import rows_of
@@ -23,7 +23,6 @@ __all__ = [
     "Preprocessor",
     "preprocessor_config",
     "saved_preprocessor",
-    "weight_column_of",
 ]
 
 ROWS = "rows"
@@ -179,21 +178,6 @@ class Preprocessor:
                 "labels are ids."
             )
         return np.array([self._ids[name] for name in names]).reshape(array.shape)
-
-
-def weight_column_of(weight_column: object) -> NumericColumn | None:
-    """Make the column of examples' weights from a user's `weight_column`."""
-    if weight_column is None:
-        return None
-    if isinstance(weight_column, str):
-        return numeric_column(weight_column)
-    weight_column = require_instance(weight_column, NumericColumn, "weight_column")
-    if weight_column.shape != (1,):
-        raise ValueError(
-            "weight_column: must have one weight an example, shape (1,); got "
-            f"{weight_column.shape}."
-        )
-    return weight_column
 
 
 def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:

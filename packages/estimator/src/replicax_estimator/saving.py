@@ -46,7 +46,7 @@ class InputPosition:
 
 
 class _TrainingState(rx.Checkpoint):
-    """A training's checkpoint; a checkpoint of another model is an error."""
+    """A training's checkpoint, which refuses the checkpoint of another model."""
 
     def __init__(self, model: EstimatorModel, position: InputPosition) -> None:
         super().__init__(
@@ -56,20 +56,9 @@ class _TrainingState(rx.Checkpoint):
 
     def apply(self, contents: storage.Contents, path: str) -> rx.RestoreStatus:
         """Set the state, or raise a CheckpointError that lists the differences."""
-        model = self._model
         try:
             status = super().apply(contents, path)
-            state = [
-                _VARIABLES + name
-                for name, variable in model.variables().items()
-                if model.is_optimizer_state(variable)
-            ]
-            if status.missing and sorted(status.missing) == sorted(state):
-                # Parameter servers keep this state: their checkpoints lack it.
-                _logger.warning(
-                    "Estimator: %s has no optimizer state; it starts from zero.", path
-                )
-            elif model.is_asynchronous:  # Servers hold the optimizer state.
+            if self._model.is_asynchronous:  # Servers hold the optimizer state.
                 status.assert_existing_objects_matched()
             else:
                 status.assert_consumed()
@@ -194,6 +183,7 @@ def warm_start(
 
 def _other_model(path: str, difference: object) -> rx.CheckpointError:
     return rx.CheckpointError(
-        f"Estimator: {path} in the model_dir is of another model or optimizer. Give a "
-        f"new model_dir, or the old layers and optimizer. {difference}"
+        f"Estimator: {path} in the model_dir is of another model or optimizer. Give "
+        "the old layers and optimizer, or a new model_dir, with warm_start_from=... to "
+        f"keep the weights. {difference}"
     )

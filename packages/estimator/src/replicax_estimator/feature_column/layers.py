@@ -108,9 +108,7 @@ class DenseFeatures(_ColumnsLayer):
 
     Args:
         feature_columns: Dense columns with different names.
-        trainable: Whether to train embeddings.
-        name: The layer's name.
-        **kwargs: Other arguments of a Keras layer.
+        **kwargs: Arguments of a Keras layer, such as `name` and `trainable`.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -119,14 +117,8 @@ class DenseFeatures(_ColumnsLayer):
         [[1.0, 3.0], [2.0, 4.0]]
     """
 
-    def __init__(
-        self,
-        feature_columns: Columns,
-        trainable: bool = True,
-        name: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(feature_columns, trainable=trainable, name=name, **kwargs)
+    def __init__(self, feature_columns: Columns, **kwargs: Any) -> None:
+        super().__init__(feature_columns, **kwargs)
         self._dense = tuple(_require_dense(column) for column in self._columns)
 
     def call(self, features: Arrays) -> jax.Array:
@@ -174,9 +166,7 @@ class LinearModel(_ColumnsLayer):
         units: Size of the result.
         sparse_combiner: How to combine the weights of a row's ids: `"sum"`, `"mean"` or
             `"sqrtn"`.
-        trainable: Whether to train the weights.
-        name: The layer's name.
-        **kwargs: Other arguments of a Keras layer.
+        **kwargs: Arguments of a Keras layer, such as `name` and `trainable`.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -191,11 +181,9 @@ class LinearModel(_ColumnsLayer):
         feature_columns: Columns,
         units: int = 1,
         sparse_combiner: str = "sum",
-        trainable: bool = True,
-        name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(feature_columns, trainable=trainable, name=name, **kwargs)
+        super().__init__(feature_columns, **kwargs)
         require_count(units, "LinearModel: units")
         require_choice(sparse_combiner, COMBINERS, "LinearModel: sparse_combiner")
         self.units = units
@@ -257,7 +245,8 @@ def input_layer(
         >>> fc.input_layer({"x": [1, 2]}, fc.numeric_column("x")).tolist()
         [[1.0], [2.0]]
     """
-    return DenseFeatures(feature_columns, trainable, name="input_layer")(features)
+    layer = DenseFeatures(feature_columns, trainable=trainable, name="input_layer")
+    return layer(features)
 
 
 def linear_model(
@@ -278,7 +267,5 @@ def linear_model(
         >>> fc.linear_model({"x": [1, 2]}, [fc.numeric_column("x")], units=2).tolist()
         [[0.0, 0.0], [0.0, 0.0]]
     """
-    layer = LinearModel(
-        feature_columns, units, sparse_combiner, trainable, name="linear_model"
-    )
-    return layer(features)
+    options = {"trainable": trainable, "name": "linear_model"}
+    return LinearModel(feature_columns, units, sparse_combiner, **options)(features)

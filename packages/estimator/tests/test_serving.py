@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax_estimator import artifact, load_saved_model
+from replicax_estimator import load_saved_model, serving
 
 
 def write(folder: Path, step: int = 0) -> Path:
@@ -20,7 +20,7 @@ def write(folder: Path, step: int = 0) -> Path:
         "z": np.array(step, "int32"),
     }
     programs = {"a": b"%d" % step}
-    return artifact.write(folder, artifact.Artifact(contents, programs, variables))
+    return serving.write(folder, serving.Artifact(contents, programs, variables))
 
 
 def test_a_folder_without_saved_models_is_an_error(tmp_path) -> None:
@@ -33,11 +33,9 @@ def test_exports_at_the_same_moment_get_different_folders(tmp_path) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(write, [tmp_path] * 16, range(16), timeout=60))
     assert (
-        sorted(paths)
-        == artifact.saved_models_in(tmp_path)
-        == sorted(tmp_path.iterdir())
+        sorted(paths) == serving.saved_models_in(tmp_path) == sorted(tmp_path.iterdir())
     )
-    steps = [artifact.read(path).contents["global_step"] for path in paths]
+    steps = [serving.read(path).contents["global_step"] for path in paths]
     assert steps == list(range(16))
     (tmp_path / "9999999999").mkdir()  # No export.
-    assert artifact.newest(tmp_path) == max(paths)
+    assert serving.newest(tmp_path) == max(paths)
