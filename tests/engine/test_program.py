@@ -277,23 +277,6 @@ def test_seed_counts_one_per_draw_and_keeps_its_seed() -> None:
     np.testing.assert_array_equal(state, np.asarray(plain.seed_generator.state.value))
 
 
-def test_global_seed_and_normal_noise(strategy) -> None:
-    with strategy.scope():
-        seed = keras.random.SeedGenerator(3)
-
-    def step() -> Any:
-        return keras.random.normal((5,), seed=seed), keras.random.uniform(
-            (5,), seed=seed
-        )
-
-    normal, uniform = strategy.run(step)
-    for draw in (normal, uniform):
-        assert np.all(np.asarray(draw)[0] != np.asarray(draw)[1])
-    again, _ = strategy.run(step)
-    assert np.all(np.asarray(again) != np.asarray(normal))
-    strategy.check_replicas()
-
-
 # The options that `fit` uses.
 
 

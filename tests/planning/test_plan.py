@@ -369,17 +369,6 @@ def test_divided_updates_scatter_and_gather(topology: str) -> None:
 
 
 @hardware(["v5e:2x4"])
-def test_hierarchies_follow_the_hosts(topology: str) -> None:
-    ops = rx.HierarchicalCopyAllReduce()
-    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
-    plan = rx.plan(
-        strategy, make_model(strategy), batch_for(topology), topology=topology
-    )
-    groups = {(c.group_size, c.num_groups, c.spans_hosts) for c in plan.collectives}
-    assert {(4, 2, False), (2, 4, True)} <= groups
-
-
-@hardware(["v5e:2x4"])
 def test_programs_for_described_devices_stay_out_of_the_cache(
     topology: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -238,10 +238,6 @@ def test_clusters_grow_host_by_host(cards: int, hosts: int, power: int) -> None:
 MEMORY = Memory(arguments=10, outputs=5, aliased=4, temporaries=3, code=1, capacity=100)
 
 
-def test_peak_memory() -> None:
-    assert MEMORY.peak == 15
-
-
 @pytest.mark.parametrize(
     ("changed", "limit"),
     [

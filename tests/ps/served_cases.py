@@ -199,17 +199,32 @@ def endless():
         yield from batches()
 
 
-@slow_case
-def py_dataset(strategy):
-    model = classifier()
-    return outcome(model, model.fit(Batches(), epochs=2, verbose=0))
+def grain_rows():
+    rows = grain.MapDataset.range(NUM).seed(5).shuffle().batch(32)
+    rows = rows.repeat(1, reseed_each_epoch=False)  # As in plain Keras.
+    return rows.map(lambda i: (X[i], Y[i]))
 
 
-@slow_case
-def py_dataset_with_threads(strategy):
-    model = classifier()
-    data = Batches(workers=2, max_queue_size=3)
-    return outcome(model, model.fit(data, epochs=2, verbose=0))
+def fit_on(make_data, **options):
+    def fitted(strategy):
+        model = classifier()
+        return outcome(model, model.fit(*make_data(), verbose=0, **options))
+
+    return fitted
+
+
+SLOW_CASES |= {
+    "py_dataset": fit_on(lambda: [Batches()], epochs=2),
+    "py_dataset_with_threads": fit_on(
+        lambda: [Batches(workers=2, max_queue_size=3)], epochs=2
+    ),
+    "grain_dataset": fit_on(lambda: [grain_rows()], epochs=2),
+    "generator_that_ends": fit_on(lambda: [batches()]),
+    "generator_in_epochs": fit_on(lambda: [endless()], steps_per_epoch=5, epochs=4),
+    "arrays_in_epochs_of_some_steps": fit_on(
+        lambda: (X, Y), batch_size=32, steps_per_epoch=4, epochs=4
+    ),
+}
 
 
 @case
@@ -218,35 +233,6 @@ def part_of_a_py_dataset_in_each_epoch(strategy):
     history = model.fit(
         Batches(), epochs=4, steps_per_epoch=4, shuffle=False, verbose=0
     )
-    return outcome(model, history)
-
-
-@slow_case
-def grain_dataset(strategy):
-    rows = grain.MapDataset.range(NUM).seed(5).shuffle().batch(32)
-    rows = rows.repeat(1, reseed_each_epoch=False)  # As in plain Keras.
-    model = classifier()
-    return outcome(
-        model, model.fit(rows.map(lambda i: (X[i], Y[i])), epochs=2, verbose=0)
-    )
-
-
-@slow_case
-def generator_that_ends(strategy):
-    model = classifier()
-    return outcome(model, model.fit(batches(), verbose=0))
-
-
-@slow_case
-def generator_in_epochs(strategy):
-    model = classifier()
-    return outcome(model, model.fit(endless(), steps_per_epoch=5, epochs=4, verbose=0))
-
-
-@slow_case
-def arrays_in_epochs_of_some_steps(strategy):
-    model = classifier()
-    history = model.fit(X, Y, steps_per_epoch=4, epochs=4, **QUIET)
     return outcome(model, history)
 
 

@@ -315,8 +315,3 @@ def test_a_worker_trains_a_table_of_five_million_rows_that_it_never_holds():
     assert losses[-1] < 0.5 * losses[0]
     assert growth < TABLE_BYTES / 4, f"{growth / 1e6:.0f} MB"
     assert np.isfinite(last)
-
-
-# A server that is killed and started again.
-
-STEPS = 40

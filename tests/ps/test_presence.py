@@ -22,12 +22,12 @@ def test_a_silent_worker_is_dead_and_returns_with_its_next_sign():
     presence = present()
     presence.join(CHIEF, "a", 0.0)
     presence.join(OTHER, "b", 0.0)
-    presence.sign(CHIEF, "a", 8.0)
+    presence.record_heartbeat(CHIEF, "a", 8.0)
     assert presence.newly_dead(10.0) == []
     assert presence.newly_dead(10.1) == [OTHER]
     assert presence.newly_dead(10.2) == []  # Told once.
     assert presence.alive() == [CHIEF]
-    presence.sign(OTHER, "b", 11.0)
+    presence.record_heartbeat(OTHER, "b", 11.0)
     assert presence.alive() == [CHIEF, OTHER]
 
 
@@ -38,7 +38,7 @@ def test_a_new_session_replaces_the_old_one_for_good():
     assert presence.workers[OTHER].starts == 1
     assert presence.join(OTHER, "new", 2.0) is True
     assert presence.workers[OTHER].starts == 2
-    for call in (presence.sign, lambda w, s, t: presence.join(w, s, t)):
+    for call in (presence.record_heartbeat, lambda w, s, t: presence.join(w, s, t)):
         with pytest.raises(RequestError, match="'old' was replaced by session 'new'"):
             call(OTHER, "old", 3.0)
     with pytest.raises(RequestError, match="must stop"):
@@ -51,12 +51,12 @@ def test_who_has_not_joined_or_has_left_is_refused():
     with pytest.raises(RequestError, match=r"no worker 'worker:7'.*:0 and w"):
         presence.join("worker:7", "a", 0.0)
     with pytest.raises(RequestError, match="Join first"):
-        presence.sign(CHIEF, "a", 0.0)
+        presence.record_heartbeat(CHIEF, "a", 0.0)
     presence.join(CHIEF, "a", 0.0)
     assert presence.leave(CHIEF, "a", True, None, 1.0) is True
     assert presence.leave(CHIEF, "a", True, None, 2.0) is False
     with pytest.raises(RequestError, match="has left"):
-        presence.sign(CHIEF, "a", 3.0)
+        presence.record_heartbeat(CHIEF, "a", 3.0)
 
 
 def test_the_job_is_done_when_the_chief_left_and_nobody_is_alive():
@@ -96,7 +96,7 @@ def test_a_chief_that_stays_away_fails_the_job_after_the_grace_period():
     presence = present()
     presence.join(CHIEF, "a", 0.0)
     presence.join(OTHER, "b", 0.0)
-    presence.sign(OTHER, "b", 105.0)
+    presence.record_heartbeat(OTHER, "b", 105.0)
     # It is dead since 10, not since somebody looked.
     assert presence.newly_dead(105.0) == [CHIEF]
     assert presence.failure(110.0) is None
@@ -119,7 +119,7 @@ def test_a_loaded_state_gives_everybody_time():
     presence.join(CHIEF, "a0", 0.0)
     presence.join(CHIEF, "a", 0.0)
     presence.join(OTHER, "b", 0.0)
-    presence.sign(OTHER, "b", 5.0)
+    presence.record_heartbeat(OTHER, "b", 5.0)
     presence.newly_dead(12.0)
     saved = json.loads(json.dumps(msgspec.to_builtins(presence.workers)))
     again = present(presence.sessions)
@@ -129,8 +129,8 @@ def test_a_loaded_state_gives_everybody_time():
     assert again.failure(1099.0) is None
     assert "did not return" in again.failure(1101.0)
     with pytest.raises(RequestError, match="was replaced by"):
-        again.sign(CHIEF, "a0", 1001.0)
-    again.sign(CHIEF, "a", 1001.0)
+        again.record_heartbeat(CHIEF, "a0", 1001.0)
+    again.record_heartbeat(CHIEF, "a", 1001.0)
     other = Presence(["w"], Timeouts(), Sessions(), now=0.0)
     with pytest.raises(ValueError, match=r"workers worker:0 and worker:1.*has w"):
         other.restart(again.workers, 0.0)

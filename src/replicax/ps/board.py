@@ -173,7 +173,9 @@ class Board:
         with self._lock:
             self._advance()
             if "session" in arguments and method not in ("join", "leave"):
-                self._presence.sign(str(worker), arguments["session"], self._now)
+                self._presence.record_heartbeat(
+                    str(worker), arguments["session"], self._now
+                )
             if "call" in arguments:
                 answer = self._once(transition, arguments)
             else:

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 __all__ = ["NOT_DONE", "ClosureOwner", "ClosureWorker", "ScriptSync"]
 
 _FETCHED_AT_ONCE = 256
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 _POSITION = "coordinator: now"
-_KEPT_BYTES = 16 * 2**20
+_MOST_RECORD_BYTES = 16 * 2**20
 _FAMILY = 64  # The board keeps the 64 newest keys of a family.
 
 NOT_DONE: JSONObject = {"done": False}
@@ -163,6 +163,7 @@ class ClosureOwner:
 class ScriptSync:
     """The synchronization points of a script, and the progress of closures.
 
+    The chief publishes an outcome for each point, at most 16 MiB of them together.
     `passed` counts the points that this task's script has passed, `scheduled` its calls
     of `schedule` since the last point. `has_moved` becomes true when a closure makes
     progress.
@@ -174,8 +175,8 @@ class ScriptSync:
         self.has_moved = False
         self._session = session
         self._chief = {"starts": 0, "points": 0}  # The last known position.
-        self._kept: deque[tuple[str, int]] = deque()
-        self._looked = 0.0
+        self._records: deque[tuple[str, int]] = deque()
+        self._checked_at = 0.0
         self._pending = Pending()
         if session.is_chief:
             self._publish_position()
@@ -185,9 +186,9 @@ class ScriptSync:
         if record != NOT_DONE:
             key = self._key(self._session.starts)
             self._put(key, record)
-            self._kept.append((key, len(json.dumps(record))))
-            while sum(size for _, size in self._kept) > _KEPT_BYTES:
-                self._put(self._kept.popleft()[0], {"gone": True})
+            self._records.append((key, len(json.dumps(record))))
+            while sum(size for _, size in self._records) > _MOST_RECORD_BYTES:
+                self._put(self._records.popleft()[0], {"gone": True})
         self._pass()
         self._publish_position()
 
@@ -221,7 +222,7 @@ class ScriptSync:
 
     # Closures.
 
-    def look(self) -> None:
+    def poll_pending(self) -> None:
         """Poll the board's unfinished closures: a change of them is progress."""
         before = self._pending
         self._pending = self._session.board("pending")
@@ -244,9 +245,9 @@ class ScriptSync:
     def start_rare_check(self) -> bool:
         """Start a check, at most one a second; return whether it starts."""
         now = time.monotonic()
-        is_due = now - self._looked >= _LOOK_SECONDS
+        is_due = now - self._checked_at >= _CHECK_SECONDS
         if is_due:
-            self._looked = now
+            self._checked_at = now
         return is_due
 
     def until(self, poll: Callable[[], _Result | None], what: str) -> _Result:
@@ -302,7 +303,7 @@ class ClosureWorker:
         self._script_sync = script_sync
         self._sources = sources
         self._postponed: Taken | None = None
-        self._trained_last: str | None = None
+        self._last_trained: str | None = None
         # The script's own random numbers are the same in all tasks.
         self.random_numbers = random_numbers
 
@@ -313,7 +314,7 @@ class ClosureWorker:
         )
         self._postponed = None
         if closure is None:
-            self._trained_last = None  # Other workers may have trained meanwhile.
+            self._last_trained = None  # Other workers may have trained meanwhile.
             return False
         if closure.payload["passed"] > self._script_sync.passed:
             # The chief has passed a point that this script has not. The closure may
@@ -336,7 +337,7 @@ class ClosureWorker:
         except ServerRefused as refused:
             if not _is_disowned(refused):
                 raise
-            self._trained_last = None
+            self._last_trained = None
             _logger.warning(
                 "%s drops %s: the chief that scheduled it was killed or replaced. "
                 "Servers ignore the function's further updates.",
@@ -363,7 +364,7 @@ class ClosureWorker:
             raise
         except Exception as error:  # The chief raises it.
             self._home.settle()
-            self._trained_last = None
+            self._last_trained = None
             if _is_disowned(error):
                 raise
             return {"error": self._describe(error, name)}
@@ -373,7 +374,7 @@ class ClosureWorker:
 
     def _value_of(self, name: str, call: JSON) -> JSONObject:
         args, kwargs = decode(call, self._resolve)
-        is_new = name != self._trained_last
+        is_new = name != self._last_trained
         if is_new:
             self._home.refresh()
         is_own = self._session.is_chief  # The chief's metrics need no message.
@@ -385,7 +386,7 @@ class ClosureWorker:
         self._home.settle()
         sums = [] if is_own else self._variables.send_changes()
         # After a training step this worker has the newest values.
-        self._trained_last = name if self._session.steps > steps else None
+        self._last_trained = name if self._session.steps > steps else None
         answer = {"value": encode(value, f"the result of {name}"), "sums": sums}
         require_size(answer, f"the result of {name}")
         return answer

@@ -280,7 +280,7 @@ class ClusterCoordinator:
             end = time.monotonic() + _PACE_SECONDS
             while self._worker.run_one() and time.monotonic() < end:
                 pass
-        self._script_sync.look()
+        self._script_sync.poll_pending()
         if self._owner.unknown:
             self._script_sync.require_workers()
 
@@ -289,7 +289,7 @@ class ClusterCoordinator:
         self._tend()
         return not self._owner.unknown
 
-    def _publish_round(self, at: str) -> None:
+    def _publish_round(self, method: str) -> None:
         """After all closures: publish the outcome; raise the first error, if any."""
         error = self._session.once("raise_if_failed")
         self.strategy.servers.refresh()
@@ -298,12 +298,14 @@ class ClusterCoordinator:
         is_alone = len(self._session.workers) == 1
         if error is None and twice is not None and not is_alone:
             error = error_of("NotImplementedError", twice)
-        done = {"done": True} if at == "done" else {}
-        self._publish(at, error, sums=self._variables.values(), **done)
+        done = {"done": True} if method == "done" else {}
+        self._publish(method, error, sums=self._variables.values(), **done)
 
-    def _publish(self, at: str, error: dict[str, str] | None, **record: JSON) -> None:
+    def _publish(
+        self, method: str, error: dict[str, str] | None, **record: JSON
+    ) -> None:
         """Publish the outcome of a call; raise its error."""
-        self._script_sync.publish({"at": at, "error": error, **record})
+        self._script_sync.publish({"method": method, "error": error, **record})
         if error is not None:
             raise error_from_json(error)
 
@@ -330,7 +332,7 @@ class ClusterCoordinator:
 
     # The other workers.
 
-    def _follow(self, at: str) -> JSONObject:
+    def _follow(self, method: str) -> JSONObject:
         """Run closures until the chief's outcome of this call is known; return it."""
 
         def poll() -> JSONObject | None:
@@ -341,20 +343,22 @@ class ClusterCoordinator:
 
         # Iterators' threads may draw random numbers between closures, too.
         with self._worker.random_numbers:
-            record = self._script_sync.until(poll, f"coordinator.{at}")
+            record = self._script_sync.until(poll, f"coordinator.{method}")
         if "sums" in record:
             self._requests.adopt()
             self._variables.assign(record["sums"])
             self.strategy.servers.refresh()
         if record.get("error") is not None:
             raise error_from_json(record["error"])
-        if record.get("at", at) != at:
+        called = record.get("method", method)
+        if called != method:
             raise ClusterMismatchError(
-                f"{self._session.name}: the chief called coordinator.{record['at']} "
-                f"where this task calls coordinator.{at}. All tasks must run the same "
-                "script, with branches that depend only on the coordinator's results."
+                f"{self._session.name}: the chief called coordinator.{called} "
+                f"where this task calls coordinator.{method}. All tasks must run the "
+                "same script, with branches that depend only on the coordinator's "
+                "results."
             )
-        if at == "fetch" and "values" not in record:
+        if method == "fetch" and "values" not in record:
             _logger.warning(
                 "%s ends: it was restarted, and cannot repeat the script: results that "
                 "the chief has fetched are no longer kept.",
@@ -374,7 +378,7 @@ class ClusterCoordinator:
                     self._session.name,
                 )
                 raise SystemExit(0)
-            self._script_sync.look()
+            self._script_sync.poll_pending()
 
 
 def _checked(strategy: object) -> Session:

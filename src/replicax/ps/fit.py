@@ -41,7 +41,7 @@ _NEWEST = "the newest fit"
 
 
 class WorkQueueFit:
-    """This worker's part in a `fit`, the `number`-th of the script."""
+    """One `fit` on this worker; `number` counts the script's calls of `fit`."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class WorkQueueFit:
     def end_epoch(self, logs: PyTree) -> PyTree:
         """Wait until all updates of the epoch are applied; sum metrics, pull values.
 
-        Returns the logs. Those without a metric are averaged over the workers.
+        Returns the logs; logs that are no metrics are averaged over the workers.
         """
         self._home.settle()
         if self._model.stop_training:  # A callback has stopped the epoch.

@@ -201,7 +201,7 @@ def build_recording(
         return slot
 
     original = optimizer.add_variable_from_reference
-    vars(optimizer)["add_variable_from_reference"] = record
+    optimizer.__dict__["add_variable_from_reference"] = record
     optimizer.build(variables)
     del optimizer.add_variable_from_reference
     shared = [v for v in optimizer.variables if id(v) not in owners]

@@ -29,7 +29,7 @@ class Worker(msgspec.Struct):
 
     state: str = "absent"
     session: str | None = None
-    last_sign: float = 0.0
+    last_heartbeat: float = 0.0
     gone_at: float = 0.0  # When it died or left; at first, when the board started.
     ok: bool | None = None
     error: str | None = None
@@ -82,10 +82,10 @@ class Presence:
             entry.answers = {}
         entry.session, entry.state = session, "alive"
         entry.ok = entry.error = None
-        entry.last_sign = now
+        entry.last_heartbeat = now
         return replaces
 
-    def sign(self, worker: str, session: str, now: float) -> None:
+    def record_heartbeat(self, worker: str, session: str, now: float) -> None:
         """Record a heartbeat of a session, which must have joined."""
         entry = self._worker(worker)
         if entry.session != session:
@@ -96,7 +96,7 @@ class Presence:
             )
         if entry.state == "left":
             raise RequestError(f"{worker}: this session has left. Join again first.")
-        entry.state, entry.last_sign = "alive", now
+        entry.state, entry.last_heartbeat = "alive", now
 
     def leave(
         self, worker: str, session: str, ok: bool, error: str | None, now: float
@@ -105,7 +105,7 @@ class Presence:
         entry = self._worker(worker)
         if entry.session == session and entry.state == "left":
             return False
-        self.sign(worker, session, now)
+        self.record_heartbeat(worker, session, now)
         entry.state, entry.gone_at = "left", now
         entry.ok = bool(ok)
         entry.error = None if ok else str(error or "no reason given")[:_MAX_ERROR]
@@ -119,7 +119,7 @@ class Presence:
         heartbeat = self.timeouts.heartbeat
         self._next_due = now + heartbeat
         for name, entry in self.workers.items():
-            due = entry.last_sign + heartbeat
+            due = entry.last_heartbeat + heartbeat
             if entry.state != "alive":
                 continue
             if now <= due:
@@ -178,7 +178,7 @@ class Presence:
         self._next_due = now + self.timeouts.heartbeat
         self.workers = dict(workers)
         for worker in self.workers.values():
-            worker.last_sign = worker.gone_at = now
+            worker.last_heartbeat = worker.gone_at = now
 
 
 class Rendezvous(msgspec.Struct):

@@ -292,7 +292,7 @@ class ElasticInputShard(InputShard):
     def in_step(
         self, batches: Iterator[PyTree], *, same_data: bool = True, **_: object
     ) -> Iterator[PyTree]:
-        """This worker's batches of data that all workers read, or all of its own."""
+        """This worker's batches: its share of the same data, or all of its own data."""
         if not same_data:
             return iter(batches)
         return itertools.islice(batches, self.worker, None, self.num_workers)
