@@ -45,6 +45,7 @@ PUBLIC_NAMES = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "OptaxOptimizer",
     "ParameterServerStrategy",
     "PerReplica",
     "PerWorkerValues",

@@ -108,6 +108,7 @@ from .input import (
     InputContext as InputContext,
 )
 from .jax_loops.optax import distributed as distributed
+from .jax_loops.optax_optimizer import OptaxOptimizer as OptaxOptimizer
 from .planning.analysis import plan as plan
 from .ps.coordinator import ClusterCoordinator as ClusterCoordinator
 from .ps.payloads import (

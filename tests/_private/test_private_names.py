@@ -127,6 +127,7 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_post_build": [model],
     "_moments": [keras.layers.BatchNormalization],
     "_learning_rate": [optimizer],
+    "_backend_update_step": [optimizer],
     "_clip_gradients": [optimizer],
     "_use_weight_decay": [optimizer],
     "_is_excluded_from_weight_decay": [optimizer],

@@ -315,6 +315,28 @@ def spare_jax_layers_tensorflow() -> None:
         tensorflow.inside_function = lambda: False
 
 
+if TYPE_CHECKING:
+    _Optimizer = keras.optimizers.Optimizer
+else:
+    _Optimizer = object
+
+
+class UpdatesTogether(_Optimizer):
+    """Mixin of optimizers that update all variables at once.
+
+    Keras' public `update_step` gets one variable at a time.
+    """
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        self.update_together(grads, trainable_variables)
+
+    def update_together(self, gradients: Any, variables: Any) -> None:
+        """Update variables, with gradients that Keras has clipped and accumulated."""
+        raise NotImplementedError
+
+
 def inner_of(optimizer: Any) -> Any:
     """Return the optimizer that a `LossScaleOptimizer` wraps; else the optimizer."""
     return getattr(optimizer, "inner_optimizer", None) or optimizer

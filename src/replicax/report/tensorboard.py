@@ -16,6 +16,7 @@ import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
+from replicax.jax_loops.optax_optimizer import rate_of
 from replicax.keras.session import LateCallback
 from replicax.strategies.current import get_strategy
 
@@ -224,8 +225,9 @@ class TensorBoard(LateCallback):
             is_own = not name.startswith("val_")
             (train if is_own else validation)[name.removeprefix("val_")] = value
         optimizer: Any = getattr(self.model, "optimizer", None)
-        if train and optimizer is not None:
-            train["learning_rate"] = _array(optimizer.learning_rate)
+        rate = None if optimizer is None else rate_of(optimizer)
+        if train and rate is not None:
+            train["learning_rate"] = _array(rate)
         self._scalars("train", "epoch_{}", train, epoch)
         self._scalars("validation", "epoch_{}", validation, epoch)
         if self.histogram_freq and epoch % self.histogram_freq == 0:

@@ -16,6 +16,7 @@ from replicax._private.keras import inner_of
 from replicax._util.types import JSON
 from replicax._version import versions
 from replicax.engine.devices import Device
+from replicax.jax_loops.optax_optimizer import rate_of
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["ReportedWorker", "facts_of", "local_devices"]
@@ -71,7 +72,9 @@ def _optimizer_facts(optimizer: keras.optimizers.Optimizer | None) -> dict[str, 
     name = type(inner).__name__
     if inner is not optimizer:
         name = f"{type(optimizer).__name__} of {name}"
-    return {"optimizer": name, "learning_rate": float(inner.learning_rate)}
+    rate = rate_of(optimizer)
+    facts: dict[str, object] = {"optimizer": name}
+    return facts if rate is None else {**facts, "learning_rate": float(rate)}
 
 
 def _loss_name(loss: object) -> JSON:

@@ -1,0 +1,340 @@
+"""`OptaxOptimizer`: an Optax transformation as an optimizer for Keras models."""
+
+import collections
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.typing import DTypeLike
+
+from replicax._private.keras import (
+    UpdatesTogether,
+    inner_of,
+    stored_dtype,
+    trained_by,
+)
+from replicax._util.types import PyTree, Shape
+from replicax.engine.composites import is_key
+from replicax.jax_loops.optax import Transformation, as_transformation
+
+if TYPE_CHECKING:
+    import optax
+
+__all__ = ["OptaxOptimizer", "rate_of"]
+
+
+class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
+    """A Keras optimizer whose update is that of an Optax transformation.
+
+    For `compile` and `fit`, with a strategy or without, and for steps that call
+    `optimizer.apply`. The transformation gets all trainable variables together, as a
+    dict of arrays by the variables' paths, such as `"dense/kernel"`: masks and labels
+    may use the names. Its state is in Keras variables, so strategies shard it and
+    checkpoints save it.
+
+    `optimizer.learning_rate`, and callbacks that read or set it, work if `tx` is
+    `optax.inject_hyperparams(...)(learning_rate=number)`; otherwise they are errors.
+    A transformation cannot be written to a file: save `model.save_weights` or
+    `rx.Checkpoint(model=model)`. To save whole models, register a subclass with
+    `keras.saving.register_keras_serializable()` that makes `tx` from numbers in its
+    `__init__` and returns these from `get_config`.
+
+    Args:
+        tx: The transformation, such as `optax.adamw(1e-3)`. It must not ask for extra
+            arguments of `update`. Do not wrap it in `rx.distributed`: Keras optimizers
+            combine gradients already.
+        name: Name of the optimizer.
+        options: Keras' options for all optimizers: `clipnorm`, `clipvalue`,
+            `global_clipnorm`, `use_ema`, `ema_momentum`, `ema_overwrite_frequency`,
+            `loss_scale_factor`, `gradient_accumulation_steps`.
+
+    Raises:
+        TypeError: For another `tx` or option; when it is built, for a transformation
+            that needs extra arguments, or whose state changes its structure.
+        NotImplementedError: When it is built under a `ParameterServerStrategy`.
+        ValueError: In `apply`, if a variable has no gradient.
+
+    Example:
+        >>> import keras, numpy as np, optax, replicax as rx
+        >>> strategy = rx.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(rx.OptaxOptimizer(optax.adamw(1e-3)), loss="mse")
+        >>> x, y = np.ones((8, 4)), np.zeros((8, 1))
+        >>> history = model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        >>> first, second = history.history["loss"]
+        >>> second < first
+        True
+    """
+
+    def __init__(
+        self, tx: "optax.GradientTransformation", *, name: str = "optax", **options: Any
+    ) -> None:
+        unknown = options.keys() - _OPTIONS
+        if unknown:
+            raise TypeError(
+                f"OptaxOptimizer: got options {sorted(unknown)}, expected some of "
+                f"{list(_OPTIONS)}. Learning rates and weight decay are arguments of "
+                "Optax' transformations, such as optax.adamw(1e-3, weight_decay=0.01)."
+            )
+        # A callable, so that Keras makes no variable for a rate.
+        super().__init__(learning_rate=_UnknownRate, name=name, **options)
+        self._tx = as_transformation(tx, "OptaxOptimizer")
+        self._keys: list[str] = []
+        self._key_impls: list[str | None] = []  # Of the leaves that are random keys.
+        self._slots: list[keras.Variable] = []
+        self._structure = jax.tree.structure(None)
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Create the variables of the state, for the given trainable variables."""
+        if self.built:
+            return
+        super().build(variables)
+        self._keys = _distinct([v.path for v in variables])
+        by_key = dict(zip(self._keys, variables, strict=True))
+        shapes = {k: _shape_of(v) for k, v in by_key.items()}
+        impls = self._key_impls
+
+        def init(params: PyTree) -> PyTree:
+            state = self._tx.init(params)
+            impls[:] = [_impl_of(x) for x in jax.tree.leaves(state)]
+            return state
+
+        state = jax.eval_shape(init, shapes)
+        self._require_update(shapes, state)
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(state)
+        first = _FirstState(self._tx, by_key)
+        for number, (path, leaf) in enumerate(leaves):
+            key = getattr(path[-1], "key", None) if path else None
+            variable = by_key.get(key) if isinstance(key, str) else None
+            self._slots.append(self._slot(path, leaf, variable, first.leaf(number)))
+
+    def _slot(
+        self,
+        path: tuple[Any, ...],
+        leaf: jax.ShapeDtypeStruct,
+        variable: keras.Variable | None,
+        first: Callable[..., jax.Array],
+    ) -> keras.Variable:
+        """Create a leaf's variable, which is sharded like other slots of its weight."""
+        if variable is not None and leaf.shape == tuple(variable.shape):
+            reference = types.SimpleNamespace(
+                path=variable.path, shape=leaf.shape, dtype=leaf.dtype.name
+            )
+            slot = self.add_variable_from_reference(
+                reference, _name_of(path[:-1]), first
+            )
+        else:
+            data = jax.eval_shape(_stored, leaf)
+            slot = self.add_variable(
+                data.shape, first, data.dtype.name, name=_name_of(path)
+            )
+        if slot is None:
+            raise NotImplementedError(
+                f"{self.name}: the optimizer state of this strategy is on parameter "
+                "servers, which make updates of Keras' own optimizers only. Use one "
+                "of these, or rx.MultiWorkerMirroredStrategy."
+            )
+        return slot
+
+    def _require_update(self, params: PyTree, state: PyTree) -> None:
+        """Raise unless `tx.update` needs no more, and keeps the state's structure."""
+        try:
+            _, new = jax.eval_shape(self._tx.update, params, state, params)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise TypeError(
+                f"{self.name}: the transformation needs extra arguments, which Keras "
+                f"does not pass: {error}. Use it in a loop of your own, with "
+                "rx.distributed(tx)."
+            ) from error
+        shapes = jax.tree.map(lambda x: x.shape, (state, new))
+        if shapes[0] != shapes[1]:
+            raise TypeError(
+                f"{self.name}: an update changes the structure of the optimizer state "
+                f"from {state} to {new}, so it cannot be kept in variables."
+            )
+
+    def update_together(
+        self, gradients: Sequence[jax.Array], variables: Sequence[keras.Variable]
+    ) -> None:
+        """Update the variables, with gradients that Keras has combined and clipped."""
+        import optax
+
+        trained = trained_by(self)
+        gradient_of = dict(zip(map(id, variables), gradients, strict=True))
+        missing = [v.path for v in trained if id(v) not in gradient_of]
+        if missing:
+            raise ValueError(
+                f"{self.name}: variables {missing} have no gradient. Optax updates all "
+                "variables of an optimizer together: set trainable = False on their "
+                "layers before compile, or give them an optimizer of their own."
+            )
+        params = {k: v.value for k, v in zip(self._keys, trained, strict=True)}
+        grads = {
+            k: gradient_of[id(v)] for k, v in zip(self._keys, trained, strict=True)
+        }
+        pairs = zip(self._slots, self._key_impls, strict=True)
+        state = self._structure.unflatten(_restored(v.value, impl) for v, impl in pairs)
+        updates, state = self._tx.update(grads, state, params)
+        new = optax.apply_updates(params, updates)
+        for key, variable in zip(self._keys, trained, strict=True):
+            variable.assign(new[key])
+        for slot, leaf in zip(self._slots, jax.tree.leaves(state), strict=True):
+            slot.assign(_stored(leaf))
+
+    @property
+    def learning_rate(self) -> Any:
+        """The variable of an injected learning rate, else an object without value."""
+        variable = self._rate()
+        return _UnknownRate(self) if variable is None else variable
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        variable = self._rate()
+        if variable is None:
+            raise _UnknownRate(self).error()
+        if callable(value):
+            raise TypeError(
+                f"{self.name}: learning_rate is set to {value!r}, expected a number. A "
+                "schedule is an argument of the transformation: optax.adam(schedule)."
+            )
+        variable.assign(value)
+
+    def _rate(self) -> keras.Variable | None:
+        """The variable of a rate that `optax.inject_hyperparams` reads, if any."""
+        indices = self._structure.unflatten(range(len(self._slots)))
+        nodes = jax.tree.leaves(indices, is_leaf=_is_injected)
+        injected = [x for x in nodes if _is_injected(x)]
+        injected = [x for x in injected if "learning_rate" in x.hyperparams]
+        # A schedule would overwrite a value that is set.
+        if len(injected) != 1 or "learning_rate" in injected[0].hyperparams_states:
+            return None
+        return self._slots[injected[0].hyperparams["learning_rate"]]
+
+    def get_config(self) -> dict[str, Any]:
+        """The name and Keras' options, for subclasses that can make their `tx` anew."""
+        if type(self) is OptaxOptimizer:
+            raise NotImplementedError(
+                f"{self.name}: an Optax transformation cannot be written to a file. "
+                "Save model.save_weights(path) or rx.Checkpoint(model=model), which "
+                "has the optimizer state, too. To save whole models, write a subclass "
+                "that makes its transformation in __init__(self, learning_rate=1e-3, "
+                "**options), returns {'learning_rate': ..., **super().get_config()} "
+                "from get_config, and is registered with "
+                "keras.saving.register_keras_serializable()."
+            )
+        return {"name": self.name} | {x: getattr(self, x) for x in _OPTIONS}
+
+
+_OPTIONS = (
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
+
+class _UnknownRate:
+    """Stands for a learning rate inside a transformation; has no value to read."""
+
+    def __init__(self, optimizer: OptaxOptimizer) -> None:
+        self._name = optimizer.name
+        self._is_built = optimizer.built
+
+    def error(self) -> TypeError:
+        """The error of reading or setting it."""
+        if not self._is_built:
+            return TypeError(
+                f"{self._name}: the learning rate is not known before the optimizer is "
+                "built. Build the model first, with a keras.Input or model.build, and "
+                "call optimizer.build(model.trainable_variables)."
+            )
+        return TypeError(
+            f"{self._name}: the learning rate is inside the Optax transformation, "
+            "where it cannot be read or set. To do so, or to use callbacks such as "
+            "ReduceLROnPlateau, make the optimizer with rx.OptaxOptimizer("
+            "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)), where the rate "
+            "is a number and no schedule."
+        )
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise self.error()
+
+    __float__ = __array__
+
+
+def rate_of(optimizer: keras.optimizers.Optimizer) -> PyTree:
+    """The current learning rate of a Keras optimizer; None if it is not known."""
+    rate: Any = inner_of(optimizer).learning_rate
+    return None if isinstance(rate, _UnknownRate) else rate
+
+
+class _FirstState:
+    """The first values of the state, computed when the first of them is asked for.
+
+    Variables that are created in a trace get their values after it, weights first.
+    """
+
+    def __init__(
+        self, tx: Transformation, variables: dict[str, keras.Variable]
+    ) -> None:
+        self._tx = tx
+        self._variables = variables
+        self._values: dict[int, jax.Array] = {}
+
+    def leaf(self, number: int) -> Callable[..., jax.Array]:
+        """An initializer, as Keras calls it, of one leaf of the state."""
+
+        def initializer(shape: Shape, dtype: DTypeLike | None = None) -> jax.Array:
+            if number not in self._values:
+                params = {k: v.value for k, v in self._variables.items()}
+                self._values = dict(enumerate(jax.tree.leaves(self._tx.init(params))))
+            # A copy: a state may begin with the weights, whose arrays steps donate.
+            return jnp.array(_stored(self._values.pop(number)), dtype, copy=True)
+
+        return initializer
+
+
+def _shape_of(variable: keras.Variable) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(variable.shape), stored_dtype(variable))
+
+
+def _is_injected(state: object) -> bool:
+    return hasattr(state, "hyperparams_states") and hasattr(state, "hyperparams")
+
+
+def _stored(leaf: jax.Array) -> jax.Array:
+    """A leaf as a variable holds it: random keys are arrays of numbers."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _impl_of(leaf: jax.Array) -> str | None:
+    return str(jax.random.key_impl(leaf)) if is_key(leaf) else None
+
+
+def _restored(value: jax.Array, impl: str | None) -> jax.Array:
+    return value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+
+
+def _name_of(path: tuple[Any, ...]) -> str:
+    name = jax.tree_util.keystr(path, simple=True, separator="_")
+    return name.replace("/", "_") or "state"
+
+
+def _distinct(paths: Sequence[str]) -> list[str]:
+    """Paths that are keys: a repeated one gets a number."""
+    numbers: collections.Counter[str] = collections.Counter()
+    keys = []
+    for path in paths:
+        numbers[path] += 1
+        keys.append(path if numbers[path] == 1 else f"{path}:{numbers[path]}")
+    return keys
