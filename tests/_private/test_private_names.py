@@ -30,6 +30,7 @@ from tests._private.private_names import (
     sources,
 )
 
+from replicax._private.keras import UpdatesTogether
 from replicax._private.trainer import CALLBACK_STATE, is_made_by_keras
 from replicax._private.wraps import WRAPS, Wrap
 from replicax.keras import hooks
@@ -127,7 +128,6 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_post_build": [model],
     "_moments": [keras.layers.BatchNormalization],
     "_learning_rate": [optimizer],
-    "_backend_update_step": [optimizer],
     "_clip_gradients": [optimizer],
     "_use_weight_decay": [optimizer],
     "_is_excluded_from_weight_decay": [optimizer],
@@ -341,6 +341,18 @@ def test_private_objects_have_the_used_attributes(
     owner: Callable[[], Any], name: str
 ) -> None:
     assert hasattr(owner(), name)
+
+
+def test_keras_updates_all_variables_by_one_method() -> None:
+    updated: list[int] = []
+
+    class Together(UpdatesTogether, keras.optimizers.Optimizer):
+        def update_together(self, gradients: Any, variables: Any) -> None:
+            updated.append(len(variables))
+
+    weights = [keras.Variable(1.0), keras.Variable(2.0)]
+    Together(0.1).apply([x.value for x in weights], weights)
+    assert updated == [2]
 
 
 def test_callbacks_have_the_state_that_backups_save() -> None:

@@ -117,7 +117,7 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         path: tuple[Any, ...],
         leaf: jax.ShapeDtypeStruct,
         variable: keras.Variable | None,
-        first: Callable[..., jax.Array],
+        first: PyTree,
     ) -> keras.Variable:
         """Create a leaf's variable, which is sharded like other slots of its weight."""
         if variable is not None and leaf.shape == tuple(variable.shape):
@@ -181,7 +181,7 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         pairs = zip(self._slots, self._key_impls, strict=True)
         state = self._structure.unflatten(_restored(v.value, impl) for v, impl in pairs)
         updates, state = self._tx.update(grads, state, params)
-        new = optax.apply_updates(params, updates)
+        new: PyTree = optax.apply_updates(params, updates)
         for key, variable in zip(self._keys, trained, strict=True):
             variable.assign(new[key])
         for slot, leaf in zip(self._slots, jax.tree.leaves(state), strict=True):
@@ -207,14 +207,15 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
 
     def _rate(self) -> keras.Variable | None:
         """The variable of a rate that `optax.inject_hyperparams` reads, if any."""
-        indices = self._structure.unflatten(range(len(self._slots)))
-        nodes = jax.tree.leaves(indices, is_leaf=_is_injected)
-        injected = [x for x in nodes if _is_injected(x)]
-        injected = [x for x in injected if "learning_rate" in x.hyperparams]
+        indices: PyTree = self._structure.unflatten(range(len(self._slots)))
+        nodes: list[Any] = jax.tree.leaves(indices, is_leaf=_is_injected)
+        nodes = [x for x in nodes if _is_injected(x)]
+        injected = [x for x in nodes if "learning_rate" in x.hyperparams]
         # A schedule would overwrite a value that is set.
         if len(injected) != 1 or "learning_rate" in injected[0].hyperparams_states:
             return None
-        return self._slots[injected[0].hyperparams["learning_rate"]]
+        index: int = injected[0].hyperparams["learning_rate"]
+        return self._slots[index]
 
     def get_config(self) -> dict[str, Any]:
         """The name and Keras' options, for subclasses that can make their `tx` anew."""
