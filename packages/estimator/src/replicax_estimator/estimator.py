@@ -208,14 +208,9 @@ class Estimator:
         return self
 
     def _initialize(self, model: EstimatorModel) -> None:
-        """Warm-start a new training from `warm_start_from`, if given."""
-        if self._warm_start_from is None:
-            return
-        path = os.fspath(self._warm_start_from)
-        path = rx.latest_checkpoint(path, CHECKPOINT_NAME) or path
-        values = saved_variables(path)
-        names = warm_start(model, values, path)
-        _logger.info("Estimator: %s start from the values in %s.", names, path)
+        """Initialize a new training's variables from `warm_start_from`, if given."""
+        if self._warm_start_from is not None:
+            warm_start(model, os.fspath(self._warm_start_from))
 
     def evaluate(
         self,

@@ -160,15 +160,14 @@ def saved_variables(path: str) -> dict[str, np.ndarray]:
     }
 
 
-def warm_start(
-    model: EstimatorModel, values: Mapping[str, np.ndarray], path: str
-) -> list[str]:
-    """Initialize a model's variables from another training's; return their names.
+def warm_start(model: EstimatorModel, path: str) -> None:
+    """Initialize a model's variables from a checkpoint, or from the newest in a folder.
 
     The optimizer state and the global step start from zero.
     """
-    optimizers = [op.optimizer for op in model.spec.train_ops]
-    state = {id(v) for optimizer in optimizers for v in optimizer.variables}
+    path = rx.latest_checkpoint(path, CHECKPOINT_NAME) or path
+    values = saved_variables(path)
+    state = {id(v) for op in model.spec.train_ops for v in op.optimizer.variables}
     own = {n: v for n, v in model.variables().items() if id(v) not in state}
     names = [name for name in own if name in values]
     if not names:
@@ -178,7 +177,7 @@ def warm_start(
         )
     for name in names:
         own[name].assign(values[name])
-    return names
+    _logger.info("Estimator: %s start from the values in %s.", names, path)
 
 
 def _other_model(path: str, difference: object) -> rx.CheckpointError:

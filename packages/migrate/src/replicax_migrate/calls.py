@@ -125,7 +125,7 @@ def _device(site: CallSite) -> Expression:
 
 
 def _old_loss(site: CallSite) -> Expression:
-    """Refuse losses of TensorFlow 1, which are means; functions of Keras are not."""
+    """Refuse a loss of TensorFlow 1, which returns a mean, unlike Keras' function."""
     is_new = any(has_keyword(arg, "y_true", "y_pred") for arg in site.node.args)
     if site.script.is_of_version_1(site.node) and not is_new:
         raise site.refusal("call a loss object of keras.losses: TF 1 returns the mean")

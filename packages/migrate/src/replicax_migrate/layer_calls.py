@@ -35,7 +35,7 @@ def plan_layer_calls(script: Script) -> Edits:
 
 
 def _order(script: Script, call: cst.Call) -> tuple[Sequence[str], int]:
-    """The parameters of the called layer, and the first index that Keras 3 moved."""
+    """The called layer's parameters, and the index of the first that Keras 3 moved."""
     methods = methods_named(script, call.func, "call")
     if methods:
         return [p.name.value for p in methods[0].params.params[1:]], len(call.args)

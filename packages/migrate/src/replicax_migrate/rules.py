@@ -126,7 +126,7 @@ class CallSite:
         return call.with_changes(func=self.script.expression(func)) if func else call
 
     def with_template(self, position: int, name: str, text: str) -> "CallSite":
-        """The call with `text` for an argument, which replaces `{x}`."""
+        """The call with an argument replaced by `text`, where `{x}` is its value."""
         arg = find_arg(self.updated.args, position, name)
         args = self.updated.args
         if arg is not None:
@@ -144,7 +144,7 @@ class CallSite:
         """The call with keywords for the positional arguments from index `first`.
 
         Raises:
-            Unported: If an argument has no name in `names`, or has it twice.
+            Unported: If an argument has no name, or the call has this keyword, too.
         """
         args = []
         for i, arg in enumerate(self.updated.args):
@@ -159,7 +159,7 @@ class CallSite:
         """The call with keywords for arguments that Keras 3 expects elsewhere."""
         is_old = self.script.is_of_version_1(self.node)
         old = OLD_ORDERS.get(path, ()) if is_old else ()
-        # An old order without `-` belongs to a row, which binds the arguments itself.
+        # Old orders without `-`, a positional argument, are for rows, which bind them.
         names = old if "-" in old else ORDERS.get(path, ())
         return self.name_args(names, sum(n == "-" for n in names)) if names else self
 
@@ -185,7 +185,7 @@ def bind_args(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, c
     """Map the names of TensorFlow's parameters to the arguments of a call.
 
     Raises:
-        Unported: If an argument has a star, or no parameter.
+        Unported: If an argument has a star, or fits no parameter.
     """
     by_name: dict[str, cst.Arg] = {}
     for i, arg in enumerate(args):
@@ -207,7 +207,7 @@ def bind_ported(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]
     """Map the names of TensorFlow's parameters to the ported arguments of a call.
 
     Raises:
-        Unported: If an argument has a star, or no parameter.
+        Unported: If an argument has a star, or fits no parameter.
     """
     try:
         return bind_args(site.updated.args, parameters)

@@ -109,7 +109,7 @@ def _objects_in(script: Script, parts: Iterable[cst.CSTNode]) -> set[Creation]:
 def _plan_scope(
     script: Script, edits: Edits, call: cst.Call, blocks: Sequence[cst.CSTNode]
 ) -> None:
-    """Plan to move a line into the scope of the strategy that the lines above make."""
+    """Plan to move a line into the scope of a strategy that an earlier line makes."""
     line = script.statement_of(call)
     model = script.flow.reaching(object_of(call))
     around = {p for definition in model for p in script.parents(definition.node)}
@@ -131,7 +131,7 @@ def _plan_scope(
 def _strategy_above(
     script: Script, line: cst.CSTNode, blocks: Sequence[cst.CSTNode]
 ) -> str:
-    """The only strategy, if the script makes the strategy above a line; else `""`."""
+    """The strategy, if there is only one and an earlier line makes it; else `""`."""
     strategies = [strategy_of(script, block) for block in blocks]
     if len({script.code(strategy) for strategy in strategies}) != 1:
         return ""

@@ -27,8 +27,8 @@ from replicax_estimator.feature_column.column import (
     is_traced,
 )
 from replicax_estimator.feature_column.raw import (
+    dtype_name,
     read_numbers,
-    real_dtype_name,
     rows_of,
 )
 
@@ -126,7 +126,12 @@ def numeric_column(
     caller = f"numeric_column({key!r})"
     if default_value is not None:
         require_instance(default_value, numbers.Real, f"{caller}: default_value")
-    name = real_dtype_name(dtype, caller)
+    name = dtype_name(dtype)
+    if name == "string" or np.dtype(name).kind not in "biuf":
+        raise TypeError(
+            f"{caller}: dtype must be one of real numbers, such as 'float32'; got "
+            f"{dtype!r}."
+        )
     return NumericColumn(key, sizes, default_value, name, normalizer_fn)
 
 

@@ -18,7 +18,6 @@ __all__ = [
     "is_missing",
     "read_categories",
     "read_numbers",
-    "real_dtype_name",
     "require_kind",
     "rows_of",
 ]
@@ -159,14 +158,3 @@ def dtype_name(dtype: DTypeLike) -> str:
         return "string"
     numpy_dtype = np.dtype(name)
     return "string" if numpy_dtype.kind in "USO" else numpy_dtype.name
-
-
-def real_dtype_name(dtype: DTypeLike, caller: str) -> str:
-    """Return the name of a dtype of real numbers; TypeError: another dtype."""
-    name = dtype_name(dtype)
-    if name == "string" or np.dtype(name).kind not in "biuf":
-        raise TypeError(
-            f"{caller}: dtype must be one of real numbers, such as 'float32'; got "
-            f"{dtype!r}."
-        )
-    return name
