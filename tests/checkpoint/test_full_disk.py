@@ -1,8 +1,6 @@
 """Saves on a full disk: clear errors, and no partial files."""
 
 import contextlib
-import io
-import logging
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -22,7 +20,6 @@ from replicax.checkpoint import (
 from replicax.checkpoint.storage import Contents
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import VariableStore
-from replicax.testing import run
 
 
 @pytest.fixture
@@ -128,15 +125,6 @@ def test_a_manager_restores_the_last_complete_checkpoint(
     assert capfd.readouterr().err.count("Traceback") == 0
 
 
-def test_partial_folders_are_deleted_before_a_save(disk: Path) -> None:
-    left = disk / ".ckpt-7.part"
-    left.mkdir()
-    (left / "arrays").write_bytes(bytes(900_000))
-    with CheckpointManager(Checkpoint(**arrays(8)), disk) as manager:
-        manager.save()
-    assert os.listdir(disk) == ["ckpt-1"]
-
-
 def run_fit(backup: rx.BackupAndRestore, *callbacks: keras.callbacks.Callback) -> None:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1024)])
@@ -203,31 +191,3 @@ def test_a_server_logs_failed_snapshots_rarely(disk: Path, caplog, monkeypatch) 
         filler.unlink()
         assert snapshots._try_to_write(store)
     assert "after 10 that failed" in caplog.text
-
-
-def fit_of_two(folder: str) -> str:
-    """Train with backups that fail; return the worker's log."""
-    log = io.StringIO()
-    logging.getLogger("replicax").addHandler(logging.StreamHandler(log))
-    strategy = rx.MultiWorkerMirroredStrategy(
-        timeouts=rx.Timeouts(heartbeat=6, startup=90)
-    )
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(8192)])
-        model.compile("sgd", "mse")
-    backup = rx.BackupAndRestore(folder, save_freq=1)
-    x, y = np.ones((32, 64)), np.ones((32, 8192))
-    model.fit(x, y, batch_size=8, epochs=5, verbose=0, callbacks=[backup])
-    return log.getvalue()
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.timeout(150)
-def test_all_workers_warn(disk: Path) -> None:
-    results = run(
-        fit_of_two, num_workers=2, args=[str(disk / "backup")], deadline_seconds=120
-    )
-    for log in results.returned.values():
-        assert "NO BACKUP WAS WRITTEN" in log
-        assert len(log.splitlines()) <= 8  # 20 saves failed.

@@ -116,15 +116,6 @@ def interrupted(folder: Path, num_workers: int, victim: int) -> tuple[Results, s
 
 
 @pytest.mark.slow
-def test_one_process_continues_after_a_sigterm_to_one_worker(tmp_path: Path) -> None:
-    _, step = interrupted(tmp_path / "two", 2, victim=1)
-    rest = fit(str(tmp_path / "two"), strategy=rx.OneDeviceStrategy("cpu:0"))
-    whole = fit(str(tmp_path / "one"), strategy=rx.OneDeviceStrategy("cpu:0"))
-    assert_same(rest, whole)
-    assert int(step) % 4 or int(step) % 10, "the save was the one of the signal"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_another_number_of_workers_continues(
     tmp_path: Path, before: int, after: int

@@ -496,29 +496,6 @@ def test_gradients_of_keras_layers(halves) -> None:
     assert_close(*both(run, weights, inputs))
 
 
-def test_the_switch_leaves_programs_to_xla(monkeypatch) -> None:
-    x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
-    monkeypatch.setenv("REPLICAX_CPU", "off")
-    assert "stablehlo.convolution" in lowered(depthwise, x, w)
-
-
-@pytest.fixture
-def without_tables(monkeypatch):
-    monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", None)
-    lowering._overrides.cache_clear()
-    yield
-    lowering._overrides.cache_clear()
-
-
-def test_a_jax_without_the_table_lowers_convolutions_itself(
-    without_tables, caplog
-) -> None:
-    caplog.set_level("INFO", logger="replicax")
-    x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
-    assert "stablehlo.convolution" in lowered(depthwise, x, w)
-    assert "JAX lowers all of them" in caplog.text
-
-
 def test_a_layer_of_one_tap_is_one_product() -> None:
     # Its result is much larger than its input and its kernel, as gradients' are.
     x, kernel = jnp.ones((8, 6, 6, 64)), jnp.ones((1, 1, 64, 384))

@@ -85,21 +85,6 @@ def test_other_contractions_are_jaxs_own(f, shapes):
     assert products.findall(lowered_by_jax(f, x, y)) == products.findall(ours) != []
 
 
-def test_contractions_on_other_platforms_are_jaxs_own():
-    x, y = whole((2, 3, 4)), whole((2, 3, 5))
-    text = lowered(contraction((0, 1), (0, 1)), x, y, platform="cuda")
-    assert ONE_PRODUCT not in text
-
-
-def test_contractions_of_symbolic_shapes_are_exported():
-    (n,) = jax.export.symbolic_shape("n")
-    f = jax.jit(lowering.apply(contraction((0, 1), (0, 1))))
-    shape = jax.ShapeDtypeStruct((n, 3, 4), "float32")
-    exported = jax.export.export(f)(shape, shape)
-    x, y = whole((5, 3, 4)), whole((5, 3, 4), seed=1)
-    assert_equal(exported.call(x, y), f(x, y))
-
-
 WRITTEN = 'inlineable = "false"'
 
 
@@ -164,17 +149,6 @@ def test_sums_on_other_platforms_and_switched_off_are_jaxs_own(monkeypatch):
     assert WRITTEN not in lowered(gradient, *arguments, platform="cuda")
     monkeypatch.setenv("REPLICAX_CPU", "off")
     assert WRITTEN not in lowered(gradient, *arguments)
-
-
-def test_sums_of_symbolic_shapes_are_exported():
-    weights, _ = inputs(8)
-    (n,) = jax.export.symbolic_shape("n")
-    x = jax.ShapeDtypeStruct((n, 64), "float32")
-    gradient = lowering.apply(jax.grad(residual_stream))
-    exported = jax.export.export(jax.jit(gradient))(weights, x)
-    _, x = inputs(8)
-    found = exported.call(weights, x)
-    assert_close(found, jax.grad(residual_stream)(weights, x))
 
 
 def test_gradients_of_replicas_equal_one_device():

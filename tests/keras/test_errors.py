@@ -83,30 +83,20 @@ def test_compile_under_another_scope(strategy_of):
         model.compile("sgd", "mse")
 
 
-def test_layer_from_outside(data, strategy_of):
-    inner = keras.Sequential(
-        [keras.Input((64,)), layers.Dense(12, name="made_early")], name="inner"
-    )
+def test_parts_from_outside(data, strategy_of):
+    layer = layers.Dense(12, name="early_layer")
+    layer.build((None, 64))
+    metric = keras.metrics.SparseCategoricalAccuracy(name="early_metric")
+    optimizer = keras.optimizers.SGD(name="early_optimizer")
     with strategy_of(2).scope():
-        model = classifier(inner)
-    with pytest.raises(rx.ContextError, match=r"made_early/kernel'.*outside the scope"):
-        model.fit(*data, verbose=0)
-
-
-def test_metric_from_outside(data, strategy_of):
-    metric = keras.metrics.SparseCategoricalAccuracy(name="made_early")
-    with strategy_of(2).scope():
-        model = classifier(metrics=[metric])
-    with pytest.raises(rx.ContextError, match=r"'made_early/total'.*outside the scope"):
-        model.evaluate(*data, verbose=0)
-
-
-def test_optimizer_from_outside(data, strategy_of):
-    optimizer = keras.optimizers.SGD(name="made_early")
-    with strategy_of(2).scope():
-        model = classifier(optimizer=optimizer)
-    with pytest.raises(rx.ContextError, match=r"'made_early/iteration'.*outside the"):
-        model.fit(*data, verbose=0)
+        models = {
+            "early_layer/kernel": classifier(layer),
+            "early_metric/total": classifier(metrics=[metric]),
+            "early_optimizer/iteration": classifier(optimizer=optimizer),
+        }
+    for path, model in models.items():
+        with pytest.raises(rx.ContextError, match=rf"'{path}'.*outside the scope"):
+            model.fit(*data, verbose=0)
 
 
 def test_layer_of_another_strategy(data, strategy_of):

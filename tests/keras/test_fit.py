@@ -197,23 +197,6 @@ def test_callbacks_see_the_same(data, same_as_one_device, tmp_path):
     assert len(rows) == 2
 
 
-def test_callbacks_that_steer(data, same_as_one_device):
-    x, y = data
-
-    def work():
-        stop = keras.callbacks.EarlyStopping(
-            "loss", patience=2, restore_best_weights=True
-        )
-        reduce = keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, patience=1)
-        # So large a rate that the loss goes up and down.
-        trained = fitted(x, y, BATCH_SIZE, callbacks=[stop, reduce], rate=1.0, epochs=7)
-        return trained, stop.stopped_epoch
-
-    # Such steps amplify rounding: a hundredfold.
-    (_, history), _ = same_as_one_device(work, REPLICAS, rtol=1e-2, atol=1e-3)
-    assert min(history["learning_rate"]) < 0.5 or len(history["loss"]) < 7
-
-
 def test_callbacks_may_read_and_write_variables(data, same_as_one_device):
     """Between batches, while the values are lent to the loop."""
 
@@ -228,30 +211,6 @@ def test_callbacks_may_read_and_write_variables(data, same_as_one_device):
                 kernel.assign(kernel * 0.5)
 
         return fitted(*data, BATCH_SIZE, callbacks=[Halve()]), read
-
-    same_as_one_device(work, REPLICAS)
-
-
-def test_progress_bar(data, strategy_of, capsys):
-    with strategy_of(2).scope():
-        model = classifier()
-        model.fit(*data, BATCH_SIZE, epochs=2, verbose=1, validation_data=data)
-        model.fit(*data, BATCH_SIZE, verbose=2)
-    out = capsys.readouterr().out
-    assert "Epoch 2/2" in out
-    assert "3/3" in out
-    assert "val_accuracy:" in out
-    assert "PerReplica" not in out
-
-
-def test_fit_goes_on_where_it_stopped(data, same_as_one_device):
-    def work():
-        model = classifier()
-        args = {"batch_size": BATCH_SIZE, "verbose": 0, "shuffle": False}
-        model.fit(*data, epochs=1, **args)
-        history = model.fit(*data, epochs=3, initial_epoch=2, **args)
-        assert history.epoch == [2]
-        return model.get_weights(), history.history
 
     same_as_one_device(work, REPLICAS)
 

@@ -67,25 +67,6 @@ def test_layers(images, same_as_one_device, name):
     same_as_one_device(lambda: fitted(MODELS[name](), images), 8)
 
 
-@pytest.mark.slow
-def test_masked_rnn(digits, same_as_one_device):
-    tokens = (digits[0][:NUM_EXAMPLES, :12] * 16).astype("int32")
-    data = tokens, digits[1][:NUM_EXAMPLES]
-
-    def work():
-        model = keras.Sequential(
-            [
-                keras.Input((12,), dtype="int32"),
-                layers.Embedding(17, 6, mask_zero=True),
-                layers.LSTM(5),
-                layers.Dense(10),
-            ]
-        )
-        return fitted(model, data)
-
-    same_as_one_device(work, 8)
-
-
 def batch_norm(synchronized=False):
     return keras.Sequential(
         [
@@ -119,23 +100,6 @@ def test_batch_normalization_uses_each_replicas_statistics(digits, outcome, rows
     np.testing.assert_allclose(moving_mean, 0.25 * means.mean(0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(
         moving_variance, 0.75 + 0.25 * variances.mean(0), rtol=1e-4, atol=1e-6
-    )
-
-
-def test_synchronized_batch_normalization_normalises_globally(digits, outcome):
-    x = digits[0][:32]
-    normal = (x - x.mean(axis=0)) / np.sqrt(x.var(axis=0) + 1e-3)
-
-    def work():
-        model = batch_norm(synchronized=True)
-        model.compile(keras.optimizers.SGD(0.0), "mse")
-        loss = model.train_on_batch(x, np.ones_like(x))
-        return loss, model.get_layer("norm").moving_variance.numpy()
-
-    loss, moving_variance = outcome(work, 8)
-    np.testing.assert_allclose(loss, ((normal - 1) ** 2).mean(), rtol=1e-4)
-    np.testing.assert_allclose(
-        moving_variance, 0.75 + 0.25 * x.var(axis=0), rtol=1e-4, atol=1e-6
     )
 
 
@@ -224,24 +188,3 @@ def test_first_replica_draws_as_one_device(outcome):
     np.testing.assert_array_equal(
         outcome(lambda: Masks().predict(ones, **args), 1), plain
     )
-
-
-@pytest.mark.slow
-def test_application(digits, same_as_one_device):
-    x, y = (a[:8] for a in digits)
-    pictures = np.repeat(x.reshape(-1, 8, 8, 1), 3, axis=3)
-    pictures = pictures.repeat(4, axis=1).repeat(4, axis=2)
-
-    def work():
-        model = keras.applications.MobileNetV2(
-            (32, 32, 3), 0.35, weights=None, classes=10
-        )
-        model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
-        # In training mode each replica normalises its own part: only inference and
-        # shapes are those of one device.
-        before = model.predict(pictures, verbose=0)
-        loss = model.fit(pictures, y, batch_size=8, verbose=0).history["loss"]
-        assert np.isfinite(loss).all()
-        return before
-
-    same_as_one_device(work, 2)

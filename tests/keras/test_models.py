@@ -170,55 +170,6 @@ def test_train_step_with_state(digits, same_as_one_device):
     same_as_one_device(work, 8)
 
 
-class OwnMetrics(Subclassed):
-    """As the guide's second example: metrics of its own, and `metrics` overridden."""
-
-    def __init__(self):
-        super().__init__()
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-        self.mae = keras.metrics.MeanAbsoluteError(name="mae")
-
-    @property
-    def metrics(self):
-        return [self.loss_tracker, self.mae]
-
-    def loss_and_updates(self, trainable, non_trainable, x, y):
-        y_pred, non_trainable = self.stateless_call(
-            trainable, non_trainable, x, training=True
-        )
-        return ops.mean(keras.losses.mean_squared_error(y, y_pred)), (
-            y_pred,
-            non_trainable,
-        )
-
-    def train_step(self, state, data):
-        trainable, non_trainable, optimizer, metrics = state
-        x, y = data
-        grad_fn = jax.value_and_grad(self.loss_and_updates, has_aux=True)
-        (loss, (y_pred, non_trainable)), grads = grad_fn(trainable, non_trainable, x, y)
-        trainable, optimizer = self.optimizer.stateless_apply(
-            optimizer, grads, trainable
-        )
-        tracker = self.loss_tracker.stateless_update_state(metrics[:2], loss, len(x))
-        mae = self.mae.stateless_update_state(metrics[2:], y, y_pred)
-        logs = {
-            "loss": self.loss_tracker.stateless_result(tracker),
-            "mae": self.mae.stateless_result(mae),
-        }
-        return logs, (trainable, non_trainable, optimizer, tracker + mae)
-
-
-def test_train_step_with_metrics_of_its_own(data, same_as_one_device):
-    x, y = data
-
-    def work():
-        model = OwnMetrics()
-        model.compile(optimizer=sgd())
-        return fitted(model, x, keras.utils.to_categorical(y))
-
-    same_as_one_device(work, 8)
-
-
 class Tape(Subclassed):
     """Overrides `train_step` as tf.keras has it."""
 

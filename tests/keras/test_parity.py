@@ -43,18 +43,6 @@ def test_fit_evaluate_predict(digits, same_as_one_device, replicas):
     same_as_one_device(work, replicas)
 
 
-@pytest.mark.slow
-def test_learns(digits, outcome):
-    x, y = digits
-
-    def work():
-        model = classifier()
-        model.fit(x[:1500], y[:1500], epochs=6, verbose=0)
-        return model.evaluate(x[1500:], y[1500:], verbose=0, return_dict=True)
-
-    assert outcome(work, 2)["accuracy"] > 0.75
-
-
 @pytest.mark.slow(but=["in scope"])
 @pytest.mark.parametrize("inside", [True, False], ids=["in scope", "outside"])
 def test_single_batches(digits, outcome, assert_same, strategy_of, inside):
@@ -83,24 +71,6 @@ def test_single_batches(digits, outcome, assert_same, strategy_of, inside):
         model = classifier()
     with strategy.scope() if inside else contextlib.nullcontext():
         assert_same(work(model), expected)
-
-
-def test_fit_outside_the_scope(digits, outcome, assert_same, strategy_of):
-    x, y = (a[:100] for a in digits)
-
-    def work(model):
-        model.fit(x, y, verbose=0)
-        return (
-            model.get_weights(),
-            model.evaluate(x, y, verbose=0),
-            model.predict(x, verbose=0),
-        )
-
-    expected = outcome(lambda: work(classifier()), 0)
-    keras.utils.set_random_seed(1)
-    with strategy_of(4).scope():
-        model = classifier()
-    assert_same(work(model), expected)
 
 
 @pytest.fixture(scope="module")
@@ -137,38 +107,3 @@ def test_all_sizes(digits, pair, size, batch_size):
     for expected, actual in zip(*results, strict=True):
         # At most 70 steps of float32 sums in another order.
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_predictions_of_several_outputs(digits, same_as_one_device):
-    x = digits[0][:21]
-
-    def work():
-        image = keras.Input((64,))
-        outputs = {"a": layers.Dense(3)(image), "b": [layers.Dense(2)(image)]}
-        return keras.Model(image, outputs).predict(x, batch_size=8, verbose=0)
-
-    expected = same_as_one_device(work, 2, 8)
-    assert expected["a"].shape == (21, 3)
-
-
-@pytest.mark.slow
-def test_metrics_with_state_of_their_own(digits, same_as_one_device):
-    """Confusion matrices, histograms and sums of squares add up over replicas."""
-    x, y = (a[:70] for a in digits)
-    odd = (y % 2).astype("float32")[:, None]
-
-    def work():
-        model = keras.Sequential([keras.Input((64,)), layers.Dense(1, "sigmoid")])
-        metrics = [
-            keras.metrics.AUC(num_thresholds=20, name="auc"),
-            keras.metrics.Precision(name="precision"),
-            keras.metrics.Recall(name="recall"),
-            keras.metrics.F1Score(threshold=0.5),
-            keras.metrics.R2Score(),
-            keras.metrics.RootMeanSquaredError(),
-        ]
-        model.compile("sgd", "binary_crossentropy", metrics=metrics)
-        history = model.fit(x, odd, batch_size=24, shuffle=False, verbose=0)
-        return history.history, model.evaluate(x, odd, 20, verbose=0)
-
-    same_as_one_device(work, 8)

@@ -161,15 +161,3 @@ def test_clones_and_weights_set(data, strategy_of):
     train(clone, data)  # The two share nothing.
     assert not np.allclose(predictions, clone.predict(x, verbose=0))
     np.testing.assert_array_equal(predictions, model.predict(x, verbose=0))
-
-
-def test_summary(strategy_of, capsys):
-    with strategy_of(2).scope():
-        model = classifier()
-    model.summary()
-    mirrored = capsys.readouterr().out
-    plain = classifier()
-    plain.summary()
-    assert "Total params" in mirrored
-    assert mirrored.count("\n") == capsys.readouterr().out.count("\n")
-    assert model.count_params() == plain.count_params()

@@ -205,24 +205,6 @@ def test_learning_rate_between_fits(data, same_as_one_device):
     same_as_one_device(work, 4)
 
 
-def test_frozen_layers(data, same_as_one_device):
-    def work():
-        model = keras.Sequential(
-            [keras.Input((64,)), layers.Dense(12, "relu"), layers.Dense(10)]
-        )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1), loss)
-        model.fit(*data, 16, shuffle=False, verbose=0)
-        frozen = model.layers[0].get_weights()
-        model.layers[0].trainable = False
-        model.compile(keras.optimizers.SGD(0.1), loss)
-        model.fit(*data, 16, shuffle=False, verbose=0)
-        np.testing.assert_array_equal(model.layers[0].get_weights()[0], frozen[0])
-        return model.get_weights()
-
-    same_as_one_device(work, 4)
-
-
 DEFERRING = {
     "central storage": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2"),
     "fully sharded": lambda: rx.FullyShardedStrategy(["cpu:0", "cpu:1"]),
@@ -254,14 +236,6 @@ def test_models_with_nothing_to_train(name, kind, scaled, data, outcome, assert_
     expected = outcome(work, 1)  # A tape needs a strategy.
     with DEFERRING[name]().scope():
         assert_same(work(), expected)
-
-
-def test_scores_before_training(data, same_as_one_device):
-    def work():
-        model = classifier()
-        return model.evaluate(*data, batch_size=16, verbose=0)
-
-    same_as_one_device(work, 8)
 
 
 def aligned(size: int) -> np.ndarray:
