@@ -82,3 +82,68 @@ def test_a_state_of_something_else_is_refused() -> None:
     with pytest.raises(KeyError, match="num_batches"):
         iterator.set_state({"next_index": 3})
     iterator.close()
+
+
+class CountsEpochs:
+    """A loader whose order depends on how often it was iterated."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        order = np.random.default_rng(self.epoch).permutation(12)
+        yield from order.reshape(6, 2)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("num_taken", [0, 2])
+def test_a_loader_with_a_state_of_its_own(prefetch, num_taken, tmp_path) -> None:
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def distributed(loader: CountsEpochs) -> Any:
+        return strategy.experimental_distribute_dataset(loader, prefetch=prefetch)
+
+    loader = CountsEpochs()
+    data = distributed(loader)
+    rows(data)
+    iterator, epoch = iter(data), loader.epoch
+    for _ in range(num_taken):
+        next(iterator)
+    path = rx.Checkpoint(iterator=iterator).save(tmp_path / "saved")
+    rest, later = rows(iterator), rows(data)
+    # The user's own code restores the loader, as of the beginning of the epoch.
+    data = distributed(CountsEpochs(epoch))
+    restored = iter(data)
+    rx.Checkpoint(iterator=restored).restore(path)
+    assert rows(restored) == rest
+    assert rows(data) == later
+
+
+def test_an_iterator_starts_at_its_first_batch() -> None:
+    loader = CountsEpochs()
+    data = rx.OneDeviceStrategy("cpu:0").experimental_distribute_dataset(loader)
+    first, second = iter(data), iter(data)
+    assert first.get_state() == second.get_state()
+    first.close()
+    assert rows(first) == []
+    assert loader.epoch == 0
+    assert sorted(rows(second)) == list(range(12))
+    assert loader.epoch == 1
+    assert second.get_state() == {"iteration": 0, "num_batches": 6}
+
+
+def test_a_generator_is_restored_before_it_is_read() -> None:
+    strategy = rx.OneDeviceStrategy("cpu:0")
+
+    def made() -> Any:
+        return iter(
+            strategy.experimental_distribute_dataset(np.full(2, i) for i in range(5))
+        )
+
+    iterator = made()
+    next(iterator)
+    state, rest = iterator.get_state(), rows(iterator)
+    restored = made()
+    restored.set_state(state)
+    assert rows(restored) == rest

@@ -123,13 +123,18 @@ class DistributedInput(ABC):
         return True
 
     def __iter__(self) -> DistributedIterator:
-        """Start an epoch; a thread prefetches its batches."""
+        """Iterate over an epoch: the first `next` starts it, and prefetches batches."""
         return DistributedIterator(
-            self._start, self.iteration, self._shard.taking(self._name)
+            self._start,
+            lambda: self.iteration,
+            self._skip_to,
+            self._shard.taking(self._name),
         )
 
+    def _skip_to(self, iteration: int) -> None:
+        self.iteration = iteration
+
     def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:
-        self.iteration = iteration + 1
         previous, name = self._previous, self._begin()
         iterator = prefetch(
             lambda: self._epoch(previous, iteration, name, num_skipped),

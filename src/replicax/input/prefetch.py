@@ -283,24 +283,26 @@ class DistributedIterator(Iterator[PyTree]):
     iterations have the same orders as without the restart.
     """
 
-    # `start(iteration, num_batches)` starts an iteration behind `num_batches` batches;
-    # `taking` is called before each batch.
+    # The first `next` calls `start(iteration, num_batches)`, which begins an iteration
+    # behind `num_batches` batches. `iter` does not: that would change the state of a
+    # loader that counts its epochs, and a restored iterator reads another iteration.
+    # `number` returns the next iteration's number, and `skip_to` sets it; `taking` is
+    # called before each batch.
 
     def __init__(
         self,
         start: Callable[[int, int], Iterator[PyTree]],
-        iteration: int,
+        number: Callable[[], int],
+        skip_to: Callable[[int], None],
         taking: Callable[[], None] = lambda: None,
     ) -> None:
         self._start = start
+        self._number = number
+        self._skip_to = skip_to
         self._taking = taking
-        self._go_to(iteration, 0)
-
-    def _go_to(self, iteration: int, num_batches: int) -> None:
-        self._iteration = iteration
-        self._num_read = num_batches
-        self._source = self._start(iteration, num_batches)
-        self._is_new = True
+        self._iteration: int | None = None
+        self._num_read = 0
+        self._source: Iterator[PyTree] | None = None
 
     def __next__(self) -> PyTree:
         """Return the next batch; block until it is ready.
@@ -319,10 +321,12 @@ class DistributedIterator(Iterator[PyTree]):
                 "batch: strategy.run(fn, args=(next(iterator),))."
             )
         self._taking()
-        if self._is_new:
+        if self._source is None:
+            self._iteration = self.get_state()["iteration"]
+            self._skip_to(self._iteration + 1)
+            self._source = self._start(self._iteration, self._num_read)
             with Announced("waiting for the first batch"):
                 batch = next(self._source)
-            self._is_new = False
         else:
             batch = next(self._source)
         self._num_read += 1
@@ -330,21 +334,26 @@ class DistributedIterator(Iterator[PyTree]):
 
     def close(self) -> None:
         """Stop the iteration."""
-        close_iterator(self._source)
+        source, self._source = self._source, iter(())
+        close_iterator(source)
 
     def get_state(self) -> dict[str, int]:
         """Return the position: the index of the iteration, and the batches read."""
-        return {"iteration": self._iteration, "num_batches": self._num_read}
+        iteration = self._number() if self._iteration is None else self._iteration
+        return {"iteration": iteration, "num_batches": self._num_read}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go to a position from `get_state`, in an epoch over the same data."""
-        num_batches = state["num_batches"]
-        iteration = state.get("iteration", self._iteration)
-        if num_batches < 0 or iteration < 0:
+        before = self.get_state()
+        position = {**before, **state, "num_batches": state["num_batches"]}
+        if min(position.values()) < 0:
             raise ValueError(
                 f"set_state: got {dict(state)!r}, expected the result of get_state: "
                 "'iteration' and 'num_batches', both >= 0."
             )
-        if (iteration, num_batches) != (self._iteration, self._num_read):
+        if position != before:
             self.close()
-            self._go_to(iteration, num_batches)
+            self._source = None
+        self._iteration = position["iteration"]
+        self._num_read = position["num_batches"]
+        self._skip_to(self._iteration + 1)
