@@ -208,11 +208,6 @@ def test_duplicates_are_summed_first_and_servers_make_no_difference(ids, num_ser
     ("optimizer", "num_servers", "message"),
     [
         (keras.optimizers.Lamb(), 1, "by 'Lamb'. Compile the model with one of SGD"),
-        (
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
-            1,
-            "without loss scaling",
-        ),
         (keras.optimizers.SGD(use_ema=True), 1, r"SGD\(use_ema=True\)"),
         (
             keras.optimizers.Adam(gradient_accumulation_steps=2),

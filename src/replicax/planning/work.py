@@ -94,14 +94,14 @@ class StepCollectives:
     ) -> None:
         self._topology = topology
         self.size = size
-        self._collectives = [c for c in collectives if _size(c, size) > 1]
+        self._collectives = [c for c in collectives if _group_size(c, size) > 1]
         self.uses = tuple(
             CollectiveUse(
                 kind=c.kind,
                 dtype=c.dtype,
                 count=c.count / num_steps,
                 bytes=c.bytes,
-                group_size=_size(c, size),
+                group_size=_group_size(c, size),
                 num_groups=max(len(c.groups), 1),
                 spans_hosts=any(map(topology.spans_hosts, _groups(c, size))),
                 num_slices=max(map(topology.num_slices_of, _groups(c, size))),
@@ -218,5 +218,5 @@ def _groups(collective: Collective, size: int) -> tuple[tuple[int, ...], ...]:
     return collective.groups or (tuple(range(size)),)
 
 
-def _size(collective: Collective, size: int) -> int:
+def _group_size(collective: Collective, size: int) -> int:
     return max(map(len, _groups(collective, size)))

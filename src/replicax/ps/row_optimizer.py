@@ -159,11 +159,9 @@ def _name_and_options(rule: JSONObject) -> tuple[str, JSONObject]:
     is_keras = config.get("module", _MODULE) == _MODULE
     names = [cls.__name__ for cls in ELEMENTWISE]
     if rule.get("kind") != "optimizer" or not is_keras or name not in names:
-        scales = name == "LossScaleOptimizer"
-        without = ", without loss scaling (a bfloat16 policy needs none)" * scales
         raise ValueError(
             f"rows cannot be updated by {name!r}. Compile the model with one of "
-            f"{', '.join(names)} of keras.optimizers{without}."
+            f"{', '.join(names)} of keras.optimizers."
         )
     options = dict(config["config"])
     _check_rate(name, options["learning_rate"])
