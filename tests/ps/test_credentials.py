@@ -28,12 +28,6 @@ def test_a_token_from_a_file(tmp_path):
     assert Credentials.from_environment({"REPLICAX_PS_TOKEN_FILE": path}).accepts(token)
 
 
-def test_the_processes_own_environment_is_the_default(monkeypatch):
-    token = new_token()
-    monkeypatch.setenv("REPLICAX_PS_TOKEN", token)
-    assert Credentials.from_environment().token == token
-
-
 def test_no_token_is_an_error_that_says_how_to_make_one():
     with pytest.raises(ValueError, match=r"REPLICAX_PS_TOKEN.*new_token\(\)"):
         Credentials.from_environment({})

@@ -123,11 +123,6 @@ def test_a_custom_partitioner_may_return_more_shards_than_rows() -> None:
     assert [p.rows for p in group.shards] == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-def test_no_server() -> None:
-    with pytest.raises(ValueError, match="num_servers=0, expected at least 1"):
-        place("g", ADD, [info()], 0)
-
-
 PARTITIONERS = st.one_of(
     st.none(),
     st.builds(FixedShardsPartitioner, st.integers(1, 9)),
@@ -176,9 +171,3 @@ def test_every_row_is_on_one_server_and_servers_are_balanced(
     assert sum(loads) == sum(
         math.prod(i.shape) * np.dtype(i.dtype).itemsize for i in infos
     )
-
-
-def test_partitioners_compare_and_show_their_arguments() -> None:
-    first, second = MinSizePartitioner(4, 2), MinSizePartitioner(4, max_shards=2)
-    assert first == second != MinSizePartitioner(4, 3)
-    assert "min_shard_bytes=4, max_shards=2" in repr(first)
