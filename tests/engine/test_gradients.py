@@ -185,23 +185,22 @@ def test_watched_constant(strategy, make) -> None:
     assert first(strategy.run(step)) == 12.0
 
 
-@pytest.mark.parametrize("make", [np.float32, float, np.atleast_1d])
-def test_watching_what_jax_cannot_see_is_refused(strategy, make) -> None:
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (np.float32, r"jnp\.asarray"),
+        (float, r"jnp\.asarray"),
+        (np.atleast_1d, r"jnp\.asarray"),
+        (jnp.int32, "int32"),
+    ],
+)
+def test_watching_what_has_no_gradient_is_refused(strategy, make, message) -> None:
     def step() -> None:
         with rx.GradientTape() as tape:
             tape.watch(make(3.0))
 
-    with pytest.raises(TypeError, match=r"GradientTape\.watch: .*jnp\.asarray"):
+    with pytest.raises(TypeError, match=rf"GradientTape\.watch: .*{message}"):
         strategy.run(step)
-
-
-def test_watching_an_integer_array_is_refused(strategy) -> None:
-    def step(x: Any) -> None:
-        with rx.GradientTape() as tape:
-            tape.watch(x)
-
-    with pytest.raises(TypeError, match=r"GradientTape\.watch: .*int32"):
-        strategy.run(step, (np.arange(3, dtype="int32"),))
 
 
 def test_source_that_is_not_watched_is_refused(strategy) -> None:

@@ -119,33 +119,3 @@ def test_a_step_of_many_small_layers_sends_two_messages() -> None:
     values = [v.value for v in program.inputs]
     text = program.lower(values, [batch.array]).as_text()
     assert messages(text) == 2
-
-
-class OneByOne(rx.NcclAllReduce):
-    """Counts what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def sum(self, value, axis):
-        self.shapes.append(value.shape)
-        return super().sum(value, axis)
-
-
-def test_a_sum_of_ones_own_sees_each_gradient() -> None:
-    ops = OneByOne()
-    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
-    with strategy.scope():
-        a, b = (keras.Variable(np.ones(n, "float32")) for n in (2, 3))
-        optimizer = keras.optimizers.SGD(0.1)
-
-    def step():
-        def loss_fn():
-            return keras.ops.sum(a * 2) + keras.ops.sum(b * 3)
-
-        _, grads = rx.value_and_grad(loss_fn, [a, b])()
-        optimizer.apply(grads, [a, b])
-
-    strategy.run(step)
-    assert {(2,), (3,)} <= set(ops.shapes)

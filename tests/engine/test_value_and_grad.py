@@ -281,24 +281,6 @@ def test_unwatched_variables_are_refused() -> None:
         rx.GradientTape(watch_accessed_variables=False)
 
 
-def test_step_that_takes_another_path_when_traced_again(strategy) -> None:
-    with strategy.scope():
-        w = keras.Variable(3.0)
-    calls = 0
-
-    def step() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            return w * 1.0
-        with rx.GradientTape() as tape:
-            y = w * w
-        return tape.gradient(y, w)
-
-    with pytest.raises(rx.RetraceError, match="same path each time"):
-        strategy.run(step)
-
-
 def test_error_inside_the_tape_leaves_the_strategy_usable(strategy) -> None:
     with strategy.scope():
         w = keras.Variable(3.0)
