@@ -62,6 +62,31 @@ for batch in dataset:
     print("not reached")
 """
 
+OWN_JIT = """
+import jax, jax.numpy as jnp, numpy as np, optax
+import replicax as rx
+
+strategy = rx.FullyShardedStrategy()
+optimizer = optax.adam(0.1)
+size = 64 * strategy.num_replicas_in_sync
+
+def train_step(state, batch):
+    params, adam = state
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+    updates, adam = optimizer.update(grads, adam, params)
+    return (optax.apply_updates(params, updates), adam), loss
+
+params = strategy.init(jax.random.normal, jax.random.key(0), (256, 256))
+state = (params, strategy.init(optimizer.init, params))
+layout = jax.tree.map(lambda x: x.sharding, state)
+jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(layout, None))
+step = strategy.watch(jitted)
+x = np.ones((2 * size, 256), "float32")
+for batch in strategy.experimental_distribute_dataset(x, batch_size=size):
+    state, loss = step(state, strategy.global_batch(batch))
+    print("not reached", float(loss))
+"""
+
 
 def replicax(
     *arguments: object, folder: Path | None = None
@@ -131,6 +156,24 @@ def test_a_custom_loop_for_cpus(tmp_path: Path) -> None:
     assert values["num_replicas"] == 8
     assert values["scaling"] == []
     assert values["rates"]["source"].startswith("measured on 8 x cpu")
+
+
+@pytest.mark.usefixtures("tpu_compiler")
+def test_a_step_with_a_jit_of_its_own(tmp_path: Path) -> None:
+    script, plan = tmp_path / "own.py", tmp_path / "plan.json"
+    script.write_text(OWN_JIT)
+    ended = replicax("plan", "--topology", "v5e:4x4", "--json", plan, script)
+    assert ended.returncode == 0, ended.stderr
+    assert "not reached" not in ended.stdout
+    values = json.loads(plan.read_text())
+    assert values["program"] == "train_step"
+    assert values["num_replicas"] == values["num_devices"] == 16
+    # The weights are gathered; the TPU multiplies in bfloat16.
+    gathered = [c["bytes"] for c in values["collectives"] if c["kind"] == "all-gather"]
+    assert gathered == [2 * 256 * 256]
+    # A sixteenth of the weights and of Adam's state, and of the batch.
+    arguments = 3 * 4 * 256 * 256 // 16 + 4 * 64 * 256
+    assert arguments < values["memory"]["arguments"] < arguments + 1024
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import jax
 import keras
 from jax.sharding import NamedSharding
+from jax.stages import Lowered
 from jax.typing import ArrayLike
 
 from replicax._util.types import Logs, PyTree, Shape
@@ -219,6 +220,21 @@ class Runner(Protocol):
 
     def combine(self, name: str, fn: Callable[[], PyTree], value: PyTree) -> PyTree:
         """Dispatch `fn`, the operation `name` that combines `value` over replicas."""
+        ...
+
+    def run_jitted(
+        self,
+        call: Callable[[], T],
+        lower: Callable[[], Lowered],
+        operation: Callable[[], Operation],
+    ) -> T:
+        """Run a training step that the user has jitted.
+
+        Args:
+            call: Calls the step with its arguments.
+            lower: Lowers it for these arguments.
+            operation: Returns its entry in the dispatch log.
+        """
         ...
 
 

@@ -8,23 +8,19 @@ from typing import ParamSpec, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Lowered
 
-from replicax._util.hashes import digest
+from replicax._util.arguments import require_count
 from replicax._util.stand_ins import is_described
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
-from replicax._util.waiting import Announced
-from replicax._version import versions
-from replicax.cluster.dispatch_log import Operation
-from replicax.cluster.workers import Workers
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.scope import current_context
 from replicax.engine.signature import Arguments, Kind, ResultStructure
 from replicax.errors import ContextError
 from replicax.jax_loops import placement
+from replicax.jax_loops.watched import Jitted, WatchedStep, agreed_program
 
-__all__ = ["OwnJit", "agreed_program"]
+__all__ = ["OwnJit"]
 
 _logger = logging.getLogger("replicax")
 
@@ -244,6 +240,46 @@ class OwnJit(ABC):
             return self.group.strategy.runner.combine("global_batch", call, batch)
         return self.group.strategy.runner.dispatch(call)
 
+    def watch(self, step: Jitted[P, T], *, num_steps: int = 1) -> WatchedStep[P, T]:
+        """Count and watch your own jitted training step, as those of `run`.
+
+        With several workers a step that hangs ends all of them after `Timeouts.step`,
+        with the name of the worker that is missing; workers that call different steps
+        end with an error that names both. With several threads, steps are dispatched
+        one at a time, as devices need it. `replicax plan` estimates the first watched
+        step of a script.
+
+        All workers must call the step in the same order. At the first call with new
+        shapes they compare the program; later calls communicate nothing.
+
+        Args:
+            step: A function compiled by `jax.jit`, or by `nnx.jit`.
+            num_steps: Number of training steps in one call, such as of a `lax.scan`.
+
+        Returns:
+            A function with the arguments and results of `step`, and with its `lower`.
+
+        Raises:
+            TypeError: If `step` is not jitted.
+            ValueError: For a strategy as in `shard`. If `num_steps` is less than 1.
+
+        Example:
+            >>> import jax, replicax as rx
+            >>> strategy = rx.MirroredStrategy()
+            >>> step = strategy.watch(jax.jit(lambda state, x: state + x.sum()))
+            >>> state = strategy.shard(jax.numpy.zeros(()))
+            >>> float(step(state, jax.numpy.ones(4)))
+            4.0
+        """
+        self._require_mesh("watch")
+        require_count(num_steps, "Strategy.watch: num_steps", 1)
+        if not callable(step) or not hasattr(step, "lower"):
+            raise TypeError(
+                f"Strategy.watch: step must be a function compiled by jax.jit; got "
+                f"{step!r}. Write strategy.watch(jax.jit(step))."
+            )
+        return WatchedStep(step, self.group.strategy, num_steps)
+
     def _require_mesh(self, method: str) -> None:
         """Raise inside a replica function, and where variables are not on the mesh."""
         name = type(self).__name__
@@ -259,20 +295,3 @@ class OwnJit(ABC):
                 "rx.MultiWorkerMirroredStrategy, rx.FullyShardedStrategy or "
                 "rx.ModelParallelStrategy."
             )
-
-
-def agreed_program(
-    workers: Workers, name: str, lower: Callable[[], Lowered], num_steps: int = 0
-) -> Operation:
-    """Compare a program between workers before its first run; return its log entry.
-
-    Raises:
-        ClusterMismatchError: If the workers' programs differ.
-    """
-    if workers.count == 1:
-        return Operation(name, b"", num_steps)
-    with Announced(f"tracing {name}"):
-        text = lower().as_text()
-    facts = {"versions": versions(), "the program (its digest)": digest(text)}
-    number = workers.agree(facts, f"the program of {name}")
-    return Operation(name, f"program {number};".encode(), num_steps)

@@ -12,6 +12,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from replicax._private.jax import attention_of_card
 from replicax._util.arrays import dtype_on_devices
 from replicax._util.stand_ins import is_described
 from replicax._util.types import PyTree
+from replicax.cluster.dispatch_log import Operation
 from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
@@ -92,12 +94,7 @@ class Capture:
         """
         lowered = program.lower(_shapes(values), _shapes(arrays))
         if program.trains:
-            self.name = _short(program.name)
-            self.lowered = lowered
-            self.num_steps = program.operation.num_steps
-            self.num_replicas = group.num_replicas
-            self.num_devices = group.mesh.size
-            raise _Captured
+            self.receive(group, program.operation, lowered)
         if not self._has_skipped:
             self._has_skipped = True
             _logger.warning(
@@ -108,6 +105,17 @@ class Capture:
         return jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), program.results_of(lowered)
         )
+
+    def receive(
+        self, group: ReplicaGroup, operation: Operation, lowered: jax.stages.Lowered
+    ) -> NoReturn:
+        """Keep a training step, and stop the script."""
+        self.name = _short(operation.name)
+        self.lowered = lowered
+        self.num_steps = operation.num_steps
+        self.num_replicas = group.num_replicas
+        self.num_devices = group.mesh.size
+        raise _Captured
 
     @contextlib.contextmanager
     def _until_captured(self, why_not: str) -> Iterator[None]:
@@ -148,8 +156,9 @@ def capture_script(
         sys.path[0] = str(Path(script).resolve().parent)
     with capture._until_captured(
         f"{script} ended without a training step: no program in which an optimizer "
-        "makes an update. Let it reach `fit`, or a `strategy.run` that calls "
-        "optimizer.apply, with a strategy such as rx.MirroredStrategy()."
+        "makes an update. Let it reach `fit`, a `strategy.run` that calls "
+        "optimizer.apply, or your own step in strategy.watch(jax.jit(step)), with a "
+        "strategy such as rx.MirroredStrategy()."
     ):
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -1,15 +1,17 @@
 """Dry runs: strategies pass their programs to a `ProgramReceiver`, and run none."""
 
 import contextlib
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from jax.sharding import NamedSharding
+from jax.stages import Lowered
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.stand_ins import using_devices
 from replicax._util.types import PyTree
+from replicax.cluster.dispatch_log import Operation
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.strategies.runner import ProgramRunner
@@ -25,6 +27,9 @@ __all__ = [
     "refuse_dry_run",
     "using_dry_run",
 ]
+
+
+T = TypeVar("T")
 
 
 class ProgramReceiver(Protocol):
@@ -48,6 +53,12 @@ class ProgramReceiver(Protocol):
         arrays: Sequence[ArrayLike],
     ) -> PyTree:
         """Replace `ProgramRunner.call` of a strategy with these replicas."""
+        ...
+
+    def receive(
+        self, group: ReplicaGroup, operation: Operation, lowered: Lowered
+    ) -> NoReturn:
+        """Replace the run of a training step that the user has jitted."""
         ...
 
 
@@ -101,6 +112,15 @@ class DryRunner(ProgramRunner):
         """Pass a program to the receiver; variables keep their values."""
         values = internals.read_values(program.inputs)
         return self._receiver.call(self.group, program, values, arrays)
+
+    def run_jitted(
+        self,
+        call: Callable[[], T],
+        lower: Callable[[], Lowered],
+        operation: Callable[[], Operation],
+    ) -> T:
+        """Pass a training step that the user has jitted to the receiver."""
+        self._receiver.receive(self.group, operation(), lower())
 
 
 def refuse_dry_run(name: str) -> None:

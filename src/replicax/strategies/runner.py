@@ -12,6 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import find_top_trace
+from jax.stages import Lowered
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
@@ -209,6 +210,16 @@ class ProgramRunner:
         on_cpu = self.group.mesh.devices.flat[0].platform == "cpu"
         return threads.dispatch(call, on_cpu=on_cpu)
 
+    def run_jitted(
+        self,
+        call: Callable[[], T],
+        lower: Callable[[], Lowered],
+        operation: Callable[[], Operation],
+    ) -> T:
+        """Run a training step that the user has jitted."""
+        require_cross_replica("watch")
+        return self.dispatch(call, operation())
+
     def combine(self, name: str, fn: Callable[[], PyTree], value: PyTree) -> PyTree:
         """Dispatch `fn`, the operation `name` that combines `value` over replicas.
 
@@ -224,7 +235,11 @@ class ProgramRunner:
 
     def _place(self, array: PyTree, kind: Kind) -> ArrayLike:
         _refuse_tracer(array)
-        if kind is Kind.MIRRORED and getattr(array, "nbytes", 0) >= _LARGE_BYTES:
+        if (
+            kind is Kind.MIRRORED
+            and isinstance(array, jax.Array | np.ndarray)
+            and array.nbytes >= _LARGE_BYTES
+        ):
             self._warn_of_undivided(array)
         if kind is Kind.PER_REPLICA:
             combine.require_all_replicas(
@@ -252,7 +267,7 @@ class ProgramRunner:
             return device_put.laid_out(jnp.copy(array), wanted)
         return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
 
-    def _warn_of_undivided(self, array: ArrayLike) -> None:
+    def _warn_of_undivided(self, array: jax.Array | np.ndarray) -> None:
         """Warn once of a large argument that the strategy does not divide."""
         layouts = self.group.layouts
         divides = layouts.split_weights or layouts.of_path is not None
@@ -264,7 +279,7 @@ class ProgramRunner:
                 "parameters, place it with strategy.shard, and call your own jax.jit "
                 "in place of run.",
                 array.dtype,
-                list(np.shape(array)),
+                list(array.shape),
                 type(self._strategy).__name__,
             )
 
