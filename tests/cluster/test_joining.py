@@ -81,24 +81,6 @@ def test_a_worker_does_not_come(who: int, startup_seconds: float) -> None:
     assert f"{absent} ({address})" in result.report.message
 
 
-def starts_jax_first() -> str:
-    import jax.numpy as jnp
-
-    jnp.zeros(1)
-    with pytest.raises(RuntimeError, match="has already started this process' devices"):
-        rx.MultiWorkerMirroredStrategy()
-    with socket.create_server(("", parse_address(my_address()).port)):
-        return "port is free"
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.timeout(150)
-def test_jax_was_started_before() -> None:
-    results = run(starts_jax_first, num_workers=2, deadline_seconds=DEADLINE_S)
-    assert set(results.returned.values()) == {"port is free"}
-
-
 def join_and_leave(words: list[str]) -> tuple[list[str], int]:
     """As little of a cluster as can be: no device, no program."""
     from replicax.cluster.config import check_cluster

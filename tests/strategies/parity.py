@@ -140,6 +140,20 @@ def assert_same(
         )
 
 
+def texts_of_programs(strategy: Any) -> list[tuple[str, str]]:
+    """Lowered and compiled texts of the programs that the strategy runs from now on."""
+    texts: list[tuple[str, str]] = []
+    original = strategy.runner.call
+
+    def call(program: Any, arrays: Any) -> Any:
+        lowered = program.lower([v.value for v in program.inputs], arrays)
+        texts.append((lowered.as_text(), lowered.compile().as_text()))
+        return original(program, arrays)
+
+    strategy.runner.call = call
+    return texts
+
+
 def blocks_of(variable: Any) -> list[tuple[int, ...]]:
     """The shapes of what each device holds of a variable."""
     return [x.data.shape for x in variable.value.addressable_shards]

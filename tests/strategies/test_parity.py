@@ -46,10 +46,6 @@ def mirrored(number: int, **options: Any) -> rx.MirroredStrategy:
     return rx.MirroredStrategy(devices(number), **options)
 
 
-def central(home: str) -> rx.CentralStorageStrategy:
-    return rx.CentralStorageStrategy(devices(2), home)
-
-
 STRATEGIES: dict[str, tuple[int, Callable[[], rx.Strategy]]] = {
     "shard_update": (4, lambda: mirrored(4, shard_update=True)),
     "fully sharded": (2, lambda: rx.FullyShardedStrategy(devices(2))),
@@ -358,10 +354,6 @@ def loop_of(make_optimizer: Callable[[], Any], make_step: Any) -> Case:
     return run
 
 
-def by_momentum(make: Callable[[], Any]) -> Any:
-    return compiled(make(), optimizers.SGD(0.1, 0.9))
-
-
 def by_optimizer(make: Callable[[], Any]) -> Any:
     return compiled(network(), make())
 
@@ -488,6 +480,22 @@ def test_replicas_train_as_one(case: str, num_replicas: int) -> None:
 @functools.cache
 def result_on_one(case: str) -> Any:
     return result_of(case, rx.OneDeviceStrategy("cpu:0"))
+
+
+@pytest.mark.parametrize(
+    "strategy", [name for name, (number, _) in STRATEGIES.items() if number > 1]
+)
+def test_values_that_differ_between_replicas_are_refused(strategy: str) -> None:
+    _, make = STRATEGIES[strategy]
+    made = make()
+    with made.scope():
+        kernel = network().layers[0].kernel
+
+    def step() -> None:
+        kernel.assign(kernel + rx.get_replica_context().replica_id_in_sync_group)
+
+    with pytest.raises(rx.DivergenceError, match="kernel"):
+        made.run(step)
 
 
 def test_clipping_changes_these_gradients() -> None:

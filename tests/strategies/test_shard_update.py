@@ -26,6 +26,7 @@ from tests.strategies.parity import (
     functional_step,
     looped,
     network,
+    texts_of_programs,
 )
 
 import replicax as rx
@@ -255,10 +256,12 @@ def test_the_step_scatters_and_gathers() -> None:
     def collectives(strategy: Any) -> list[tuple[str, str]]:
         with strategy.scope():
             model = compiled(network(), OPTIMIZERS["Adam"]())
-        texts = compiled_texts(strategy, model)
+        texts = texts_of_programs(strategy)
+        (batch,) = batches(strategy, 1)
+        strategy.run(functional_step(model, model.optimizer), batch)
         found = re.findall(
             r"= \(?([a-z0-9]+\[[0-9,]*\]).* (all-reduce|reduce-scatter|all-gather)\(",
-            texts,
+            texts[0][1],
         )
         return [(kind, shape) for shape, kind in found]
 
@@ -278,37 +281,6 @@ def largest_sum(collectives: list[tuple[str, str]]) -> int:
         for kind, shape in collectives
         if kind == "all-reduce"
     )
-
-
-def compiled_texts(strategy: Any, model: Any) -> str:
-    """The compiled program of a step of one's own."""
-    texts: list[str] = []
-    original = strategy.runner.call
-
-    def call(program: Any, arrays: Any) -> Any:
-        values = [v.value for v in program.inputs]
-        texts.append(program.lower(values, arrays).compile().as_text())
-        return original(program, arrays)
-
-    strategy.runner.call = call
-    (batch,) = batches(strategy, 1)
-    strategy.run(functional_step(model, model.optimizer), batch)
-    return "\n".join(texts)
-
-
-def test_check_replicas_finds_a_corrupted_weight() -> None:
-    strategy = sharded(2)
-    model, _ = fitted(strategy, lambda: compiled(network(), "adam"))
-    strategy.check_replicas()
-    kernel = model.layers[0].kernel
-    value = kernel.value
-    shards = [s.data for s in value.addressable_shards]
-    shards[1] = shards[1].at[0, 0].add(1)
-    kernel._value = jax.make_array_from_single_device_arrays(
-        value.shape, value.sharding, shards
-    )
-    with pytest.raises(rx.DivergenceError, match=r"dense.*/kernel' on replicas \[1\]"):
-        strategy.check_replicas()
 
 
 def test_different_updates_are_refused() -> None:
