@@ -205,12 +205,6 @@ ROWS = {
         named(1, JAX, 2, "t-node-0-0.t:29500", JOB_COMPLETION_INDEX="1"),
         coordinator="t-node-0-0.t:29500",
     ),
-    "Kubeflow TrainJob, torch, 1 host": Row(
-        "kubeflow",
-        {"PET_NODE_RANK": "0", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
-        index=0,
-        count=1,
-    ),
     "Kubeflow TrainJob, torch, 2 hosts": Row(
         "kubeflow",
         named(1, PET, 2, "t-node-0-0.t", PET_MASTER_PORT="29400"),
@@ -252,23 +246,10 @@ ROWS = {
         },
         ["t-w-0-0.t:2222", "t-w-0-1.t:2222"],
     ),
-    "JobSet, 1 host": Row(
-        "kubernetes",
-        {"JOB_COMPLETION_INDEX": "0", "JAX_NUM_PROCESSES": "1"},
-        index=0,
-        count=1,
-    ),
     "JobSet of `replicax manifest`, 2 hosts": Row(
         "TF_CONFIG",
         {"JOB_COMPLETION_INDEX": "1", "TF_CONFIG": tf_config(1, "t-0.t:1", "t-1.t:1")},
         ["t-0.t:1", "t-1.t:1"],
-    ),
-    "SageMaker, 1 host": Row(
-        "sagemaker",
-        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
-        ["algo-1:61440"],
-        index=0,
-        count=1,
     ),
     "SageMaker, 2 hosts": Row(
         "sagemaker",
@@ -280,22 +261,8 @@ ROWS = {
         torchrun(1, 2, SM_HOSTS=json.dumps(SM), SM_CURRENT_HOST="algo-2"),
         coordinator="node-a:62268",
     ),
-    "Vertex AI, 1 host": Row(
-        "vertex",
-        vertex({"workerpool0": ["pool0-0:2222"]}, "workerpool0"),
-        ["pool0-0:2222"],
-        index=0,
-        count=1,
-    ),
     "Vertex AI, 2 hosts": Row(
         "vertex", vertex(POOLS, "workerpool1"), ["pool0-0:2222", "pool1-0:2222"]
-    ),
-    "SkyPilot, 1 host": Row(
-        "skypilot",
-        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
-        ["10.0.0.1:61440"],
-        index=0,
-        count=1,
     ),
     "SkyPilot, 2 hosts": Row(
         "skypilot",
@@ -316,8 +283,5 @@ ROWS = {
         {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "1"},
         index=0,
         count=1,
-    ),
-    "one task of Slurm": Row(
-        "slurm", {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, index=0, count=1
     ),
 }

@@ -133,8 +133,8 @@ def test_silence() -> None:
 
 def test_silence_while_the_store_does_not_answer() -> None:
     signs = [sign(0), sign(1, seen_at=NOW - 10.5)]
-    assert judge(signs, 0, NOW, TIMEOUTS, heard_at=NOW - 1) is None
-    assert judge(signs, 0, NOW, TIMEOUTS, heard_at=NOW) is not None
+    assert judge(signs, 0, NOW, TIMEOUTS, last_read_at=NOW - 1) is None
+    assert judge(signs, 0, NOW, TIMEOUTS, last_read_at=NOW) is not None
 
 
 def test_silence_up_to_the_deadline_and_after_the_end() -> None:
@@ -182,11 +182,15 @@ def test_workers_differ_in_what_they_do() -> None:
     names = [Operation(f"run({x})", f"{x};".encode(), 1) for x in "ab"]
     difference = Difference(6, tuple(names))
 
-    def verdicts_of(*signs: Sign, found_at: float) -> list[FailureReport | None]:
-        about = {"difference": difference, "found_at": found_at, "is_settling": True}
+    def verdicts_of(*signs: Sign, difference_at: float) -> list[FailureReport | None]:
+        about = {
+            "difference": difference,
+            "difference_at": difference_at,
+            "is_settling": True,
+        }
         return [judge(signs, i, NOW, TIMEOUTS, **about) for i in range(2)]
 
-    for report in verdicts_of(sign(0), sign(1), found_at=NOW):
+    for report in verdicts_of(sign(0), sign(1), difference_at=NOW):
         assert report is not None
         assert (report.kind, report.culprit, report.exit_code) == (
             "order",
@@ -196,8 +200,8 @@ def test_workers_differ_in_what_they_do() -> None:
         assert "at step 7, worker:0 is at run(a), and worker:1 is" in report.message
     # Its script is about to raise an error of its own, and then has not.
     waits = sign(1, is_waiting=True)
-    assert verdicts_of(sign(0), waits, found_at=NOW - 2) == [None, None]
-    assert None not in verdicts_of(sign(0), waits, found_at=NOW - 4)
+    assert verdicts_of(sign(0), waits, difference_at=NOW - 2) == [None, None]
+    assert None not in verdicts_of(sign(0), waits, difference_at=NOW - 4)
 
 
 def test_a_worker_does_not_go_on() -> None:

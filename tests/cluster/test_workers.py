@@ -112,17 +112,6 @@ def test_a_missing_worker() -> None:
     assert caught.value.culprit == "worker:2"
 
 
-def test_499_missing_workers() -> None:
-    """The reminder and the error name ten, and the number of the rest."""
-    first, *_ = cluster_of(500, Service())
-    with pytest.raises(ClusterError) as caught:
-        first.exchange("start", 0, timeout_seconds=0.05)
-    assert "worker:10 (host10:1) and 489 more did not come to start" in str(
-        caught.value
-    )
-    assert len(str(caught.value)) < 500
-
-
 def test_a_worker_whose_script_has_ended() -> None:
     first, _ = cluster_of(2, Service())
     assert first.watch is not None
@@ -181,20 +170,6 @@ def test_a_worker_that_went_on(watched: list[Workers]) -> None:
         "step 6 without it, and is at run(step). All workers"
     )
     assert "strategy.is_chief" in first
-
-
-def test_a_slow_worker() -> None:
-    """Programs that one worker runs by itself say nothing about the order."""
-    cluster = cluster_of(2, Service(), startup=20)
-    for worker in cluster:
-        assert worker.watch is not None
-        worker.watch.signs[1].dispatched = 6  # Evaluated by itself, say.
-
-    def exchange(worker: Workers) -> list[Any]:
-        time.sleep(0.5 * worker.index)
-        return worker.exchange("start", worker.index)
-
-    assert on_all(cluster, exchange) == [[0, 1], [0, 1]]
 
 
 def test_two_workers_wait_in_different_exchanges(watched: list[Workers]) -> None:

@@ -233,7 +233,7 @@ class OrderCheck:
 
     Attributes:
         difference: The first difference; None: unknown.
-        found_at: The time at which the check found it, by the monotonic clock.
+        difference_at: The time at which the check found it, by the monotonic clock.
         differs_after: Number of operations before which the logs agree; None: no
             difference is known.
     """
@@ -242,7 +242,7 @@ class OrderCheck:
         self, log: DispatchLog, num_workers: int, index: int, store: Store
     ) -> None:
         self.difference: Difference | None = None
-        self.found_at = 0.0
+        self.difference_at = 0.0
         self.differs_after: int | None = None
         self._log = log
         self._num_workers = num_workers
@@ -296,5 +296,5 @@ class OrderCheck:
             LogTail.decode(texts[str(i)]) if str(i) in texts else None
             for i in range(self._num_workers)
         ]
-        self.found_at = time.monotonic()
+        self.difference_at = time.monotonic()
         self.difference = Difference.between(tails) or Difference.at_the_ends(tails)

@@ -78,9 +78,9 @@ def judge(
     now: float,
     timeouts: Timeouts,
     *,
-    heard_at: float | None = None,
+    last_read_at: float | None = None,
     difference: Difference | None = None,
-    found_at: float = 0.0,
+    difference_at: float = 0.0,
     is_settling: bool = False,
 ) -> FailureReport | None:
     """Decide whether worker `index` has to end now; return its report, or None.
@@ -90,17 +90,17 @@ def judge(
         index: The worker that decides.
         now: The time, in seconds, by the clock of `seen_at` and `moved_at`.
         timeouts: The deadlines.
-        heard_at: The time of the last successful read of heartbeats, up to which
+        last_read_at: The time of the last successful read of heartbeats, up to which
             silence is measured. Defaults to `now`.
         difference: The first difference between the workers' logs; None: unknown.
-        found_at: The time when the difference was found.
+        difference_at: The time when the difference was found.
         is_settling: Whether the logs differ, but the first difference is unknown.
     """
     me = signs[index]
     return (
         _failed(me, signs)
-        or _lost(me, signs, now if heard_at is None else heard_at, timeouts)
-        or _differ(me, signs, now - found_at, difference)
+        or _lost(me, signs, now if last_read_at is None else last_read_at, timeouts)
+        or _differ(me, signs, now - difference_at, difference)
         or (None if is_settling else _left(me, signs, now))
         or _stuck(me, signs, now, timeouts)
     )
@@ -118,10 +118,10 @@ def _failed(me: Sign, signs: Sequence[Sign]) -> FailureReport | None:
 
 
 def _lost(
-    me: Sign, signs: Sequence[Sign], heard_at: float, timeouts: Timeouts
+    me: Sign, signs: Sequence[Sign], last_read_at: float, timeouts: Timeouts
 ) -> FailureReport | None:
     for sign in signs:
-        silent = heard_at - sign.seen_at
+        silent = last_read_at - sign.seen_at
         is_expected = sign is not me and not sign.has_left
         if is_expected and silent > timeouts.heartbeat:
             return _report(

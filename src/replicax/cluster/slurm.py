@@ -28,8 +28,9 @@ class SlurmClusterResolver(KnownCluster):
     `SLURM_STEP_NODELIST` and `SLURM_STEP_TASKS_PER_NODE`; checks `SLURM_NODEID`.
 
     Args:
-        jobs: The number of tasks of each job, `{"worker": 4}`. Jobs receive Slurm's
-            tasks in alphabetical order, as in TensorFlow. None: all are workers.
+        jobs: The number of tasks of each job, `{"worker": 4}`. Slurm's tasks are
+            divided among the jobs in alphabetical order, as in TensorFlow. None: all
+            are workers.
         port_base: The port of the first task of each node.
         gpus_per_node: The number of GPUs of a node; None: `SLURM_GPUS_ON_NODE`, else
             the length of `CUDA_VISIBLE_DEVICES`.

@@ -229,9 +229,9 @@ class Watch:
                 self._index,
                 now,
                 self._timeouts,
-                heard_at=self._contact_at,
+                last_read_at=self._contact_at,
                 difference=self.order.difference,
-                found_at=self.order.found_at,
+                difference_at=self.order.difference_at,
                 is_settling=self.order.differs_after is not None,
             )
             if report is None:

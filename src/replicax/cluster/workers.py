@@ -104,11 +104,11 @@ class Workers:
         what: str | None = None,
         in_order: bool = True,
     ) -> list[Any]:
-        """Return the values of all workers, in order; also a barrier.
+        """All-gather a small value over the workers; this is also a barrier.
 
-        An exchange takes a few milliseconds. Never exchange between the steps of a
-        loop: while a worker waits here, it cannot compute the steps that others have
-        already begun.
+        Returns the values in the workers' order. An exchange takes a few milliseconds.
+        Never exchange between the steps of a loop: while a worker waits here, it cannot
+        compute the steps that others have already begun.
 
         Args:
             name: Key of the exchange. All workers exchange the same names in the same

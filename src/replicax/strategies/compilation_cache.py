@@ -29,19 +29,21 @@ def turn_on(platform: str) -> Path | None:
     processes. Call it after JAX has started its devices, before the first compilation.
     Returns the folder; None if JAX's cache stays as it is.
     """
-    named = os.environ.get(_SWITCH, "").strip()
-    if named.lower() in ("on", "1", "true"):
-        named = ""  # As without the switch, not a folder of that name.
+    folder_name = os.environ.get(_SWITCH, "").strip()
+    if folder_name.lower() in ("on", "1", "true"):
+        folder_name = ""
     if is_off(_SWITCH) or _is_settled_by_user():
         return None
-    if not named and not _is_safe(platform):
+    if not folder_name and not _is_safe(platform):
         return None
     # With GPUs, processes share the tuning of a program: a process that loads it from
     # disk leaves the others waiting for its share. With CPUs only process 0 writes.
     if jax.process_count() > 1:
         return None
     try:
-        base = Path(named).expanduser().absolute() if named else _default_folder()
+        base = Path(folder_name).expanduser().absolute()
+        if not folder_name:
+            base = _default_folder()
         folder = base / _threads()
         # This process runs stored programs unchecked: no other user may write here.
         for path in (base, folder):

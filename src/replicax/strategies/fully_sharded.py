@@ -21,11 +21,12 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
     `MirroredStrategy`. (PyTorch: FSDP; Rajbhandari et al. 2020, ZeRO stage 3.)
 
     A weight is sharded along its largest dimension that the number of devices divides.
-    Weights without one, and those of fewer than 1,024 elements, are on every device.
+    A weight without such a dimension, or with fewer than 1,024 elements, is on every
+    device.
 
     With a launcher or a resolver, shards are spread over the devices of all workers.
-    All workers have to take part in saving a model: `rx.Checkpoint` does it, and every
-    worker has to call `model.save`.
+    All workers take part in saving a model: every worker must call `rx.Checkpoint.save`
+    or `model.save`.
 
     Args:
         devices: As for `rx.MirroredStrategy`; on one machine only.
@@ -68,7 +69,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
         check_input: bool = True,
         timeouts: Timeouts | None = None,
     ) -> None:
-        self._given_devices = devices
+        self._devices_argument = devices
         super().__init__(
             cluster_resolver,
             communication_options,

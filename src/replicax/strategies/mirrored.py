@@ -21,11 +21,10 @@ class MirroredStrategy(Strategy):
         devices: Device strings such as `["gpu:0", "/gpu:1"]`, or JAX devices. Defaults
             to all visible accelerators, else all CPU devices.
         cross_device_ops: The all-reduce of gradients. Defaults to `rx.NcclAllReduce()`.
-        communication_options: Options of the gradients' communication: packs,
+        communication_options: Options of the gradients' communication: buckets,
             compression, a hook.
-        replicas_per_device: Number of replicas on each device. A configuration of 8
-            replicas runs on one device with 8, and gives the same numbers as on eight
-            devices.
+        replicas_per_device: Number of replicas on each device. With 8, one device
+            computes the same numbers as eight devices with one replica each.
         shard_update: Whether to shard the optimizer's update and its state over the
             devices (ZeRO stage 1): a reduce-scatter of gradients and an all-gather of
             weights, with the same number of bytes as an all-reduce.

@@ -33,7 +33,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             variables' paths, such as `rx.layout_maps.TRANSFORMER`. A weight that no
             expression matches is replicated. None: shards each weight of 1,024 elements
             or more along its largest dimension that the devices divide.
-        model_parallel: Number of devices of one replica. None: all of a worker's.
+        model_parallel: Number of devices of one replica. None: all devices of a worker.
         devices: As for `rx.MirroredStrategy`; on one machine only. Neighbours work on
             the same replica.
         cluster_resolver: As for `rx.MultiWorkerMirroredStrategy`.
@@ -91,7 +91,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             )
         self._layout_map = layout_map
         self._model_parallel = model_parallel
-        self._given_devices = devices
+        self._devices_argument = devices
         super().__init__(
             cluster_resolver,
             communication_options,

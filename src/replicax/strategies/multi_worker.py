@@ -85,7 +85,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         1
     """
 
-    _given_devices: Sequence[str | Device] | None = None
+    _devices_argument: Sequence[str | Device] | None = None
     _shards_weights = False
 
     def __init__(
@@ -172,12 +172,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Find the replicas' devices, worker by worker."""
         name = type(self).__name__
         if workers.count == 1:
-            return devices_of_one_kind(self._given_devices, name)
-        if self._given_devices is not None:
+            return devices_of_one_kind(self._devices_argument, name)
+        if self._devices_argument is not None:
             raise DeviceError(
-                f"{name}: devices={list(self._given_devices)!r} names devices of one "
-                f"machine, but there are {workers.count} workers. Leave it out, and "
-                "hide devices with CUDA_VISIBLE_DEVICES."
+                f"{name}: devices={list(self._devices_argument)!r} names devices of "
+                f"one machine, but there are {workers.count} workers. Leave it out, "
+                "and hide devices with CUDA_VISIBLE_DEVICES."
             )
         return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
 
