@@ -10,7 +10,13 @@ import pytest
 from tests.conftest import mirrored, values_of
 
 import replicax as rx
-from replicax.engine.signature import Arguments, Kind, flatten_call
+from replicax.engine.signature import (
+    Arguments,
+    CallFlattener,
+    FlatCall,
+    Kind,
+    flatten_call,
+)
 
 
 @pytest.fixture
@@ -231,3 +237,50 @@ def test_wrong_number_of_replicas_is_refused(strategy, num_values) -> None:
 def test_strings_in_arrays_are_refused(strategy) -> None:
     with pytest.raises(TypeError, match=r"str|dtype|object"):
         strategy.run(lambda x: x, (np.array(["a", "b"]),))
+
+
+def test_a_repeated_call_is_not_flattened_leaf_by_leaf(strategy: rx.Strategy) -> None:
+    num_placed = 0
+
+    def place(array: Any, kind: Kind) -> Any:
+        nonlocal num_placed
+        num_placed += 1
+        return strategy.runner._place(array, kind)
+
+    flattener = CallFlattener(place)
+    mirrored_sharding = strategy.group.mirrored
+
+    def flatten(*args: Any) -> FlatCall:
+        call = flattener.flatten(args, {})
+        expected = flatten_call(args, {}, strategy.runner._place)
+        assert call.key == expected.key
+        assert hash(call.key) == hash(expected.key)
+        assert call.num_active == expected.num_active
+        for a, b in zip(call.arrays, expected.arrays, strict=True):
+            assert getattr(a, "sharding", None) == getattr(b, "sharding", None)
+            np.testing.assert_array_equal(a, b)
+        return call
+
+    def state(value: float) -> Any:
+        tree = {"w": jnp.full((2,), value), "b": jnp.full((), value)}
+        return jax.device_put(tree, mirrored_sharding)
+
+    flatten(state(0.0), 1.0)
+    flatten(state(0.0))
+    before = num_placed
+    flatten(state(1.0))
+    assert num_placed == before
+
+    # Another place, another kind and an uneven batch are not such calls.
+    elsewhere = jax.device_put(state(2.0), jax.devices()[3])
+    assert flatten(elsewhere).arrays[0].sharding == mirrored_sharding
+    rows = jax.device_put(jnp.arange(4.0).reshape(2, 2), strategy.group.per_replica)
+    flatten({"w": rx.PerReplica(rows), "b": state(3.0)["b"]})
+    result = rx.PerReplica(rows, num_active=1)
+    for batch in (
+        rx.PerReplica(rows, num_active=1, is_batch=True),
+        rx.PerReplica(rows, num_active=1),
+    ):
+        assert flatten(batch, result).num_active == 1
+    assert flatten(rx.PerReplica(rows, is_batch=True), result).num_active is None
+    assert flatten(rx.PerReplica(rows), result).num_active == 1

@@ -98,11 +98,11 @@ def resharded(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return _resharder(sharding)(array)
 
 
-def _device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
+def _device_order(sharding: Sharding) -> list[object]:
     """The devices in the order of the mesh; a compiled program has one order."""
-    if isinstance(sharding, NamedSharding):
-        return tuple(sharding.mesh.devices.flat)
-    return tuple(sharding.device_set)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.devices is not None:
+        return list(sharding.mesh.devices.flat)
+    return list(sharding.device_set)
 
 
 @functools.lru_cache(maxsize=16)

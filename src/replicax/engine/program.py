@@ -202,8 +202,11 @@ class Program:
         if self._options.outputs is not Outputs.PER_REPLICA:
             return results.unflatten(flat)
         num_active = self._options.num_active
+        are_equal = self._step.equal_results(len(flat))
+        if num_active is None and all(are_equal):
+            return results.unflatten(flat)
         leaves: list[PyTree] = []
-        for x, is_equal in zip(flat, self._step.equal_results(len(flat)), strict=True):
+        for x, is_equal in zip(flat, are_equal, strict=True):
             leaves.append(x if is_equal else PerReplica(x, num_active))
             if is_equal and num_active is not None:
                 note_num_active(x, num_active)
@@ -352,7 +355,7 @@ class Program:
                 "another program, or to a call that raised an exception. Load or "
                 "assign the variables again, such as from a checkpoint."
             )
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+        if any(map(_is_deleted, (x for x in leaves if isinstance(x, jax.Array)))):
             raise LostValuesError(
                 f"{self.name}: an argument is a deleted array. A step deletes the old "
                 "values of the variables that it writes: to use a value later, keep a "

@@ -4,8 +4,9 @@ import dataclasses
 import enum
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from replicax._private.jax import ArrayImpl
 from replicax._util.arrays import holds_numbers
 from replicax._util.types import JSON, PyTree, Shape, TreeStructure
 from replicax.engine.cache import static_key
@@ -35,6 +37,7 @@ from replicax.engine.variables import Variable
 
 __all__ = [
     "Arguments",
+    "CallFlattener",
     "FlatCall",
     "Kind",
     "Options",
@@ -238,6 +241,73 @@ def flatten_call(
         make_arguments=lambda: Arguments(structure, kinds, statics),
         num_active=num_active_in(flat, "Strategy.run") if is_uneven else None,
     )
+
+
+class _Key:
+    """A key that hashes its content once. It equals its content."""
+
+    __slots__ = ("_content", "_hash")
+
+    def __init__(self, content: Hashable) -> None:
+        self._content = content
+        self._hash = hash(content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        content = other._content if isinstance(other, _Key) else other
+        return self._content == content
+
+
+_PLACE_OF_ARRAY = operator.attrgetter("sharding", "committed")
+_TYPE_OF_ARRAY = operator.attrgetter("aval")
+
+
+class CallFlattener:
+    """Flattens calls as `flatten_call` does, with no work per leaf for repeated ones.
+
+    A repeated call has arrays only, of the types and in the places of an earlier call,
+    such as a training state that each step replaces.
+    """
+
+    def __init__(self, place: Callable[[PyTree, Kind], ArrayLike]) -> None:
+        self._place = place
+        self._keys: dict[_Key, _Key] = {}
+        self._calls: dict[Hashable, tuple[list[Any], FlatCall]] = {}
+
+    def flatten(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> FlatCall:
+        """Flatten a call; see `flatten_call`."""
+        flat, structure = jax.tree.flatten((args, kwargs))
+        if set(map(type, flat)) != _ONLY_ARRAYS:
+            return flatten_call(args, kwargs, self._place)
+        types = (structure, tuple(map(_TYPE_OF_ARRAY, flat)))
+        places = list(map(_PLACE_OF_ARRAY, flat))
+        known_places, call = self._calls.get(types, (None, None))
+        if call is not None and places == known_places:
+            return FlatCall(
+                key=call.key,
+                arrays=flat,
+                make_arguments=call.make_arguments,
+                num_active=None,
+            )
+        call = flatten_call(args, kwargs, self._place)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
+        # `structure` does not say which values are batches, so none may be uneven.
+        if all(getattr(x, "num_active", None) is None for x in leaves) and all(
+            map(operator.is_, flat, call.arrays)
+        ):
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+                self._keys.clear()
+            key = _Key(call.key)
+            call.key = self._keys.setdefault(key, key)
+            self._calls[types] = places, dataclasses.replace(call, arrays=[])
+        return call
+
+
+_ONLY_ARRAYS = {ArrayImpl}
+_MOST_CALLS = 1000
 
 
 class ResultStructure:

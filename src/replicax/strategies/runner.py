@@ -29,7 +29,7 @@ from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.replay import is_tracing_step
 from replicax.engine.scope import called_in, current_call, current_context
-from replicax.engine.signature import FlatCall, Kind, Options, flatten_call
+from replicax.engine.signature import CallFlattener, FlatCall, Kind, Options
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import UndeclaredVariableError
 from replicax.errors import ContextError
@@ -73,6 +73,7 @@ class ProgramRunner:
     ) -> None:
         self.group = group
         self.programs = ProgramCache[Program](owner_of=operator.attrgetter("owner"))
+        self._calls = CallFlattener(self._place)
         self._objects = ProgramCache[NNXObjects](size=64)
         self._strategy = group.strategy
         self._workers = group.strategy.workers
@@ -121,11 +122,11 @@ class ProgramRunner:
     def _run_flat(
         self,
         fn: Callable[..., PyTree],
-        args: Sequence[PyTree],
-        kwargs: Mapping[str, PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         options: Options,
     ) -> PyTree:
-        call = flatten_call(args, kwargs, self._place)
+        call = self._calls.flatten(args, kwargs)
         if call.num_active is not None:
             options = dataclasses.replace(options, num_active=call.num_active)
         return called_in(
