@@ -218,7 +218,7 @@ def test_close_from_another_thread_wakes_a_waiting_consumer():
 
 
 def test_negative_depth():
-    with pytest.raises(ValueError, match="depth=-1"):
+    with pytest.raises(ValueError, match=r"depth must be at least 0.*got -1"):
         prefetch(Source, -1)
 
 

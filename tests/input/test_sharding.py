@@ -8,7 +8,7 @@ from tests.input.package_log import PackageLog
 
 import replicax as rx
 import replicax.testing
-from replicax.input.sharding import AutoShardPolicy, FileDataset, worker_files
+from replicax.input.sharding import AutoShardPolicy, FileDataset, worker_dataset
 
 X = np.arange(48, dtype="float32")
 
@@ -19,14 +19,14 @@ def files(number):
 
 def test_off_makes_the_dataset_the_workers_own():
     dataset = [X]
-    assert worker_files(dataset, AutoShardPolicy.OFF, 1, 2) == (dataset, True)
-    assert worker_files(dataset, AutoShardPolicy.OFF, 0, 1) == (dataset, False)
+    assert worker_dataset(dataset, AutoShardPolicy.OFF, 1, 2) == (dataset, True)
+    assert worker_dataset(dataset, AutoShardPolicy.OFF, 0, 1) == (dataset, False)
 
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
 def test_other_datasets_are_the_same_everywhere(policy):
     dataset = [X]
-    assert worker_files(dataset, policy, 1, 2) == (dataset, False)
+    assert worker_dataset(dataset, policy, 1, 2) == (dataset, False)
 
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.FILE])
@@ -34,7 +34,7 @@ def test_other_datasets_are_the_same_everywhere(policy):
 def test_every_file_has_one_reader(policy, number, count):
     read = []
     for index in range(count):
-        dataset, is_own = worker_files(files(number), policy, index, count)
+        dataset, is_own = worker_dataset(files(number), policy, index, count)
         assert is_own
         read += dataset()
     assert sorted(read) == files(number).files
@@ -43,22 +43,22 @@ def test_every_file_has_one_reader(policy, number, count):
 @pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.FILE])
 def test_fewer_files_than_workers(policy, caplog):
     dataset = files(2)
-    assert worker_files(dataset, policy, 2, 3) == (dataset, False)
+    assert worker_dataset(dataset, policy, 2, 3) == (dataset, False)
     assert "2 files cannot be divided between 3 workers" in caplog.text
     assert "AutoShardPolicy.DATA" in caplog.text
 
 
 def test_files_need_not_be_divided(caplog):
     dataset = files(2)
-    assert worker_files(dataset, AutoShardPolicy.DATA, 0, 2) == (dataset, False)
-    assert worker_files(dataset, AutoShardPolicy.FILE, 0, 1) == (dataset, False)
+    assert worker_dataset(dataset, AutoShardPolicy.DATA, 0, 2) == (dataset, False)
+    assert worker_dataset(dataset, AutoShardPolicy.FILE, 0, 1) == (dataset, False)
     assert dataset() == dataset.files
     assert not caplog.records
 
 
 def test_the_file_policy_needs_files():
     with pytest.raises(ValueError, match=r"needs a rx\.FileDataset, .* got a list"):
-        worker_files([X], AutoShardPolicy.FILE, 0, 2)
+        worker_dataset([X], AutoShardPolicy.FILE, 0, 2)
 
 
 # Two processes of two devices each.

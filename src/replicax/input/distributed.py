@@ -18,7 +18,7 @@ from replicax.engine.composites import is_key
 from replicax.engine.device_put import warn_of_wide_integers
 from replicax.input.context import per_replica
 from replicax.input.prefetch import DistributedIterator, Producer, prefetch
-from replicax.input.sharding import AutoShardPolicy, InputShard, worker_files
+from replicax.input.sharding import AutoShardPolicy, InputShard, worker_dataset
 from replicax.input.sources import (
     Dataset,
     batches,
@@ -106,7 +106,7 @@ class DistributedInput(ABC):
         """Begin an epoch; returns its name, which is equal on all workers."""
         self._num_epochs += 1
         name = f"{self._name}, epoch {self._num_epochs}"
-        self._shard.begin(name)
+        self._shard.record_epoch(name)
         return name
 
     @property
@@ -128,7 +128,7 @@ class DistributedInput(ABC):
             self._start,
             lambda: self.iteration,
             self._skip_to,
-            self._shard.taking(self._name),
+            self._shard.batch_recorder(self._name),
         )
 
     def _skip_to(self, iteration: int) -> None:
@@ -252,7 +252,7 @@ class DistributedDataset(DistributedInput):
         check_dataset(dataset, batch_size)
         self._all_data = dataset
         self._auto_shard_policy = AutoShardPolicy(auto_shard_policy)
-        self._dataset, self._is_own = self._files_of(self._shard)
+        self._dataset, self._is_own = self._dataset_of(self._shard)
         self._batch_size = batch_size
         self._started = False
 
@@ -281,9 +281,9 @@ class DistributedDataset(DistributedInput):
         """Whether each of several workers reads data of its own."""
         return self._is_own and self._shard.count > 1
 
-    def _files_of(self, shard: InputShard) -> tuple[Dataset, bool]:
+    def _dataset_of(self, shard: InputShard) -> tuple[Dataset, bool]:
         """The dataset of a shard, and whether it is the worker's own."""
-        return worker_files(
+        return worker_dataset(
             self._all_data, self._auto_shard_policy, shard.worker, shard.num_workers
         )
 
@@ -300,7 +300,7 @@ class DistributedDataset(DistributedInput):
     def _splits(self, iteration: int, name: str, shard: InputShard) -> Generator[Split]:
         dataset, is_own = self._dataset, self._is_own
         if shard is not self._shard:
-            dataset, is_own = self._files_of(shard)
+            dataset, is_own = self._dataset_of(shard)
         with closing(batches(dataset, self._batch_size, iteration)) as source:
             if is_own:
                 pieces = self._divided(self._pieces(source, shard), self._num_local)
@@ -310,10 +310,8 @@ class DistributedDataset(DistributedInput):
                 return
             is_known = is_arrays(dataset)
             number = count_batches(dataset, self._batch_size) if is_known else None
-            together = shard.in_step(
-                source, name=name, num_batches=number, size_of=_size
-            )
-            yield from self._divided(together, self._num_replicas)
+            common = shard.in_step(source, name=name, num_batches=number, size_of=_size)
+            yield from self._divided(common, self._num_replicas)
 
     def _divided(self, source: Iterable[PyTree], num_replicas: int) -> Generator[Split]:
         policy = self._policy

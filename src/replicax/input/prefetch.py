@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import jax
 
+from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.errors import ContextError
@@ -177,10 +178,7 @@ def prefetch(
         >>> list(items)
         [0, 1, 4, 9]
     """
-    if depth < 0:
-        raise ValueError(
-            f"prefetch: got depth={depth!r}, expected 0 (no thread) or more items."
-        )
+    require_count(depth, "prefetch: depth", 0, otherwise=" (no thread)")
     return Prefetched(make_iterator, depth) if depth else _in_place(make_iterator)
 
 
@@ -286,7 +284,7 @@ class DistributedIterator(Iterator[PyTree]):
     # The first `next` calls `start(iteration, num_batches)`, which begins an iteration
     # behind `num_batches` batches. `iter` does not: that would change the state of a
     # loader that counts its epochs, and a restored iterator reads another iteration.
-    # `number` returns the next iteration's number, and `skip_to` sets it; `taking` is
+    # `number` returns the next iteration's number, and `skip_to` sets it; `record_read` is
     # called before each batch.
 
     def __init__(
@@ -294,12 +292,12 @@ class DistributedIterator(Iterator[PyTree]):
         start: Callable[[int, int], Iterator[PyTree]],
         number: Callable[[], int],
         skip_to: Callable[[int], None],
-        taking: Callable[[], None] = lambda: None,
+        record_read: Callable[[], None],
     ) -> None:
         self._start = start
         self._number = number
         self._skip_to = skip_to
-        self._taking = taking
+        self._record_read = record_read
         self._iteration: int | None = None
         self._num_read = 0
         self._source: Iterator[PyTree] | None = None
@@ -320,7 +318,7 @@ class DistributedIterator(Iterator[PyTree]):
                 "function, whose Python code runs only when it is traced. Pass it the "
                 "batch: strategy.run(fn, args=(next(iterator),))."
             )
-        self._taking()
+        self._record_read()
         if self._source is None:
             self._iteration = self.get_state()["iteration"]
             self._skip_to(self._iteration + 1)

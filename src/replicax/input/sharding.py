@@ -13,7 +13,7 @@ from replicax.input.lockstep import SharedEpoch, in_step
 from replicax.input.sources import Dataset
 from replicax.input.split import leading_size
 
-__all__ = ["AutoShardPolicy", "FileDataset", "InputShard", "worker_files"]
+__all__ = ["AutoShardPolicy", "FileDataset", "InputShard", "worker_dataset"]
 
 _Batch = TypeVar("_Batch")
 
@@ -87,7 +87,7 @@ class FileDataset:
         return self._dataset_fn(self.files if files is None else files)
 
 
-def worker_files(
+def worker_dataset(
     dataset: Dataset, policy: AutoShardPolicy, index: int, count: int
 ) -> tuple[Dataset, bool]:
     """Select the shard of a dataset for worker `index` of `count`, under a policy.
@@ -187,14 +187,14 @@ class InputShard:
         """Return a unique name for a stream of batches, the same on all workers."""
         return self._workers.new_stream(name)
 
-    def begin(self, name: str) -> None:
-        """Record that an epoch begins, for the check that workers agree in order."""
+    def record_epoch(self, name: str) -> None:
+        """Record the start of an epoch, to check that workers do the same in order."""
         log = self._workers.log
         if log is not None:
             log.note_epoch(Operation(name, f"{name};".encode()))
 
-    def taking(self, name: str) -> Callable[[], None]:
-        """Return a function that records, for that check, the read of a next batch."""
+    def batch_recorder(self, name: str) -> Callable[[], None]:
+        """Return a function that records, for that check, the read of a batch."""
         log = self._workers.log
         if log is None:
             return lambda: None
@@ -219,7 +219,7 @@ class InputShard:
             return batches
         if name is None:
             name = self.new_stream("the input of fit")
-            self.begin(name)
+            self.record_epoch(name)
         epoch = SharedEpoch(
             workers=self._workers,
             name=name,
