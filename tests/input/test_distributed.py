@@ -38,7 +38,7 @@ def no_thread_is_left():
     names = ("replicax-", "grain-")
     while any(t.name.startswith(names) for t in threading.enumerate()):
         assert time.monotonic() < deadline
-        gc.collect()  # What an abandoned iterator holds may be a cycle.
+        gc.collect()  # An abandoned iterator may be a part of a cycle.
         time.sleep(0.002)
 
 
@@ -73,7 +73,7 @@ def test_replicas_get_consecutive_slices_on_their_devices(num_replicas, prefetch
 def test_generator_object_has_one_epoch(mesh):
     dataset = DistributedDataset((X[i : i + 4] for i in (0, 4, 8)), mesh)
     for _ in dataset:
-        break  # Left early: the batches that were read ahead are lost.
+        break  # The prefetched batches are lost.
     with pytest.raises(RuntimeError, match="iterated before, which is possible once"):
         list(dataset)
 
@@ -123,7 +123,7 @@ def test_fewer_examples_than_replicas(size, remainder, mesh):
 
 
 @pytest.mark.parametrize(("num_examples", "batch_size"), [(20, 8), (18, 7), (3, 8)])
-def test_pad_yields_masks_that_give_the_data_back(num_examples, batch_size, mesh):
+def test_pad_yields_masks_of_the_original_rows(num_examples, batch_size, mesh):
     x = X[:num_examples]
     dataset = DistributedDataset(x, mesh, batch_size=batch_size, remainder="pad")
     assert len(dataset) == len(list(dataset)) == -(-num_examples // batch_size)
@@ -139,7 +139,7 @@ def test_pad_yields_masks_that_give_the_data_back(num_examples, batch_size, mesh
 # Options and mistakes
 
 
-def test_mistakes_are_found_before_the_first_batch(mesh):
+def test_errors_before_the_first_batch(mesh):
     with pytest.raises(ValueError, match=r"'truncate'.*'keep'.*'drop'.*'pad'.*'error'"):
         DistributedDataset(X, mesh, batch_size=4, remainder="truncate")
     with pytest.raises(ValueError, match=r"prefetch must be at least 0.*got -1"):
@@ -166,17 +166,17 @@ def test_unknown_length(mesh):
 
 def test_a_dataset_is_distributed_once(mesh):
     inner = DistributedDataset([np.ones(4)], mesh)
-    for given in (inner, iter(inner), lambda: inner):
+    for dataset in (inner, iter(inner), lambda: inner):
         with pytest.raises(TypeError, match=r"the batch is PerReplica.*already"):
-            next(iter(DistributedDataset(given, mesh)))
+            next(iter(DistributedDataset(dataset, mesh)))
 
 
-def test_an_iterator_is_not_for_replica_functions():
+def test_an_iterator_refuses_replica_functions():
     strategy = mirrored(2)
     iterator = iter(strategy.experimental_distribute_dataset([np.ones(4)]))
     with pytest.raises(rx.ContextError, match=r"args=\(next\(iterator\),\)"):
         strategy.run(lambda: next(iterator).values)
-    assert next(iterator).values[0].shape == (2,)  # Nothing was taken.
+    assert next(iterator).values[0].shape == (2,)  # The iterator kept its batch.
 
 
 # Values
@@ -202,7 +202,7 @@ def test_dtypes(source, expected, mesh):
         assert batch.array.dtype == source
 
 
-def test_element_spec_is_what_one_replica_gets(mesh):
+def test_element_spec_of_one_replica(mesh):
     assert DistributedDataset((X, Y), mesh, batch_size=8).element_spec is None
     dataset = DistributedDataset((X, Y), mesh, batch_size=8)
     next(iter(dataset))
@@ -340,3 +340,15 @@ def test_a_function_that_returns_no_dataset(value, text, mesh):
     dataset = DistributedDatasetFromFunction(lambda _: value, mesh, InputContext())
     with pytest.raises(TypeError, match=f"got {text}, expected .*batches"):
         list(dataset)
+
+
+def test_a_function_whose_dataset_reuses_its_buffer(mesh):
+    def batches(_):
+        buffer = np.empty((2, 1), "float32")
+        for i in range(8):
+            buffer[:] = i
+            yield buffer
+
+    steps = list(DistributedDatasetFromFunction(batches, mesh, InputContext()))
+    expected = np.repeat(np.arange(8), 2).reshape(2, 4, 2, 1)
+    np.testing.assert_array_equal([np.asarray(step) for step in steps], expected)

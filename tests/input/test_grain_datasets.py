@@ -36,10 +36,6 @@ def test_shuffle_and_batch():
     np.testing.assert_array_equal(x, X[y])
 
 
-def test_one_array():
-    assert [row.tolist() for row in numpy_dataset(X[:2])] == [[0, 1], [2, 3]]
-
-
 def test_rows_of_arrays_of_jax_are_arrays_of_numpy() -> None:
     dataset = numpy_dataset({"x": jnp.asarray(X), "y": Y}).map(lambda row: row["x"])
     assert {type(row) for row in dataset} == {np.ndarray}
@@ -88,11 +84,6 @@ def test_lists_of_numbers_and_strings_are_arrays() -> None:
     assert second == {"a": 2, "b": 1.0, "c": False, "d": "v"}
     kinds = [second[key].dtype.str[1:] for key in "abcd"]
     assert kinds == ["i4", "f4", "b1", "U1"]
-
-
-def test_arrays_must_agree():
-    with pytest.raises(ValueError, match=r"leaf \[0\]: 10, leaf \[1\]: 4"):
-        numpy_dataset((X, Y[:4]))
 
 
 @pytest.mark.parametrize("is_batched", [False, True])

@@ -1,4 +1,4 @@
-"""Images in NumPy against the numbers that `tf.image` of TensorFlow 2.21 gives."""
+"""Edited images are equal to those of `tf.image` in TensorFlow 2.21."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +98,7 @@ def test_dtypes(
     assert converted.dtype == dtype
 
 
-def test_random_changes_are_those_of_the_generator() -> None:
+def test_random_changes_depend_on_the_generator() -> None:
     def changed(seed: int) -> np.ndarray:
         rng = np.random.default_rng(seed)
         image = images.random_brightness(FLOATS, 0.2, rng)
@@ -145,14 +145,11 @@ def test_brightness_of_integers() -> None:
     ("fraction", "rows", "columns"),
     [(0.5, (1, 6), (0, 3)), (0.33, (2, 5), (1, 2)), (1.0, (0, 7), (0, 3))],
 )
-def test_the_middle_of_an_image(
+def test_central_crops(
     fraction: float, rows: tuple[int, int], columns: tuple[int, int]
 ) -> None:
     cropped = images.central_crop(COUNTED, fraction)
     np.testing.assert_array_equal(cropped, COUNTED[slice(*rows), slice(*columns)])
-
-
-def test_a_fraction_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="fraction=0 must be above 0"):
         images.central_crop(COUNTED, 0)
 

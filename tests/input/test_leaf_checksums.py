@@ -1,4 +1,4 @@
-"""What tells one batch from another: checksums of its leaves."""
+"""Checksums of leaves, which tell batches apart."""
 
 import json
 
@@ -14,10 +14,10 @@ from replicax.input.lockstep import differences, leaf_checksums
 BATCH = {"x": np.arange(6, dtype="float32").reshape(3, 2), "y": np.arange(3)}
 
 
-def told(one, other):
-    # As it travels.
-    prints = json.loads(json.dumps([leaf_checksums(one), leaf_checksums(other)]))
-    return differences(*prints, "worker:0", "worker:1")
+def difference_of(one, other):
+    # Workers exchange JSON.
+    checksums = json.loads(json.dumps([leaf_checksums(one), leaf_checksums(other)]))
+    return differences(*checksums, "worker:0", "worker:1")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def told(one, other):
     ],
 )
 def test_equal_batches(one, other):
-    assert told(one, other) == ""
+    assert difference_of(one, other) == ""
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_equal_batches(one, other):
     ],
 )
 def test_batches_that_differ(one, other, name):
-    assert name in told(one, other)
+    assert name in difference_of(one, other)
 
 
 def test_a_long_list_is_cut():
     one = [np.zeros(1)] * 2 + [np.full(1, 1.0)] * 9
-    found = told(one, [np.zeros(1)] * 11)
-    assert found.count("which is float32[1]") == 5
-    assert found.endswith("; 4 more")
+    text = difference_of(one, [np.zeros(1)] * 11)
+    assert text.count("which is float32[1]") == 5
+    assert text.endswith("; 4 more")

@@ -1,4 +1,4 @@
-"""Where an iterator of a distributed dataset is, and going there again."""
+"""The position of an iterator, saved and restored."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ import replicax as rx
 
 @pytest.mark.parametrize("num_taken", [0, 1, 3, 6, 7])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_the_rest_of_an_epoch(num_taken: int, prefetch: int) -> None:
+def test_the_remaining_batches_of_an_epoch(num_taken: int, prefetch: int) -> None:
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     data = strategy.experimental_distribute_dataset(
         np.arange(28), batch_size=4, prefetch=prefetch
@@ -51,7 +51,7 @@ def test_each_iteration_has_its_order(prefetch: int, devices: int) -> None:
     assert len(set(map(tuple, orders))) == 3
     assert all(sorted(order) == list(range(12)) for order in orders)
     assert orders == [list(x) for x in np.reshape(list(shuffled().repeat(3)), (3, 12))]
-    # Of data that goes on later, also in another process.
+    # A restored iterator over a new dataset, as in another process.
     iterator = iter(data)
     next(iterator)
     state = iterator.get_state()
@@ -74,7 +74,7 @@ def test_one_order_and_datasets_that_a_function_makes() -> None:
     assert rows(data) == list(shuffled().repeat()[12:24])
 
 
-def test_a_state_of_something_else_is_refused() -> None:
+def test_an_invalid_state_is_refused() -> None:
     data = rx.OneDeviceStrategy("cpu:0").experimental_distribute_dataset(
         np.arange(4), batch_size=2
     )

@@ -1,4 +1,4 @@
-"""Which rows each worker reads, under every policy."""
+"""The rows that each worker reads, for every policy."""
 
 import grain
 import keras
@@ -17,21 +17,19 @@ def files(number):
     return FileDataset([f"{i}.npy" for i in range(number)], list)
 
 
-def test_off_makes_the_dataset_the_workers_own():
+@pytest.mark.parametrize(
+    ("policy", "count", "is_own"),
+    [("off", 2, True), ("off", 1, False), ("auto", 2, False), ("data", 2, False)],
+)
+def test_which_workers_have_data_of_their_own(policy, count, is_own):
     dataset = [X]
-    assert worker_dataset(dataset, AutoShardPolicy.OFF, 1, 2) == (dataset, True)
-    assert worker_dataset(dataset, AutoShardPolicy.OFF, 0, 1) == (dataset, False)
-
-
-@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
-def test_other_datasets_are_the_same_everywhere(policy):
-    dataset = [X]
-    assert worker_dataset(dataset, policy, 1, 2) == (dataset, False)
+    shard = worker_dataset(dataset, AutoShardPolicy(policy), count - 1, count)
+    assert shard == (dataset, is_own)
 
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.FILE])
 @pytest.mark.parametrize(("number", "count"), [(2, 2), (7, 3), (8, 4)])
-def test_every_file_has_one_reader(policy, number, count):
+def test_one_worker_reads_each_file(policy, number, count):
     read = []
     for index in range(count):
         dataset, is_own = worker_dataset(files(number), policy, index, count)
@@ -48,7 +46,7 @@ def test_fewer_files_than_workers(policy, caplog):
     assert "AutoShardPolicy.DATA" in caplog.text
 
 
-def test_files_need_not_be_divided(caplog):
+def test_files_that_are_not_divided(caplog):
     dataset = files(2)
     assert worker_dataset(dataset, AutoShardPolicy.DATA, 0, 2) == (dataset, False)
     assert worker_dataset(dataset, AutoShardPolicy.FILE, 0, 1) == (dataset, False)
@@ -92,7 +90,7 @@ def read_files(names):
 
 
 def steps_of(strategy, dataset):
-    """What this worker's replicas get in each step: `[[[...], [...]], ...]`."""
+    """Return the rows of this worker's replicas in each step."""
     return [
         [
             np.asarray(value).tolist()
@@ -163,7 +161,7 @@ def workers():
 
 @pytest.mark.multiprocess
 def test_kinds_of_datasets_of_one_worker(workers):
-    """Every kind gives the replicas consecutive rows of the global batch."""
+    """Replicas get consecutive rows of the global batch."""
     for index, result in enumerate(workers):
         # [steps, workers, a worker's replicas, a replica's rows]
         expected = X.reshape(6, 2, 2, 2)[:, index].tolist()
@@ -173,7 +171,7 @@ def test_kinds_of_datasets_of_one_worker(workers):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["AUTO files", "FILE"])
-def test_files_are_read_by_one_worker_each(workers, way):
+def test_each_worker_reads_files_of_its_own(workers, way):
     read = [np.array(result["own"][way]) for result in workers]
     assert [x.shape for x in read] == [(12, 2, 1)] * 2  # Batches of 4, of all replicas.
     for index, x in enumerate(read):
@@ -185,14 +183,14 @@ def test_files_are_read_by_one_worker_each(workers, way):
 
 
 @pytest.mark.multiprocess
-def test_an_own_global_batch_is_a_step_for_each_worker(workers):
+def test_a_worker_divides_its_own_global_batch_into_steps(workers):
     for index, result in enumerate(workers):
         expected = (X[:8] + 100 * index).reshape(2, 2, 2)
         assert result["off"] == expected.tolist()
 
 
 @pytest.mark.multiprocess
-def test_a_function_is_told_its_pipeline(workers):
+def test_a_function_gets_the_context_of_its_worker(workers):
     for index, result in enumerate(workers):
         assert result["contexts"] == [
             rx.InputContext(
@@ -204,7 +202,7 @@ def test_a_function_is_told_its_pipeline(workers):
 
 
 @pytest.mark.multiprocess
-def test_padding_is_marked_where_it_is(workers):
+def test_masks_of_padded_batches(workers):
     masks = np.concatenate([np.array(r["masks"]).reshape(2, 4) for r in workers], 1)
     np.testing.assert_array_equal(masks.sum(axis=1), [8, 6])
     np.testing.assert_array_equal(masks[1], np.arange(8) < 6)

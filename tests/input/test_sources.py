@@ -22,7 +22,7 @@ Y = np.arange(10)
 
 
 class Sequence(keras.utils.PyDataset):
-    """X and Y in batches of 4, with a diary of the calls."""
+    """Batches of 4 rows of X and Y; records the calls and threads."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -93,12 +93,12 @@ DATASETS = {
 
 
 @pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS.keys())
-def test_every_dataset_gives_the_same_batches_each_epoch(make):
+def test_each_epoch_has_the_same_batches(make):
     dataset = make()
     for _ in range(2):
-        got = list(batches(dataset))
-        assert len(got) == 3
-        for (x, y), (expected_x, expected_y) in zip(got, generate(), strict=True):
+        result = list(batches(dataset))
+        assert len(result) == 3
+        for (x, y), (expected_x, expected_y) in zip(result, generate(), strict=True):
             assert isinstance(x, np.ndarray)
             np.testing.assert_array_equal(x, expected_x)
             np.testing.assert_array_equal(y, expected_y)
@@ -130,9 +130,9 @@ def test_unknown_length(dataset):
 @pytest.mark.parametrize("kind", [tuple, as_dict, lambda pair: pair[0]])
 def test_arrays_are_sliced_without_a_copy(kind):
     arrays = kind((X, Y))
-    got = list(batches(arrays, 4))
-    assert len(got) == num_batches(arrays, 4) == 3
-    leaves = [jax.tree.leaves(batch) for batch in got]
+    result = list(batches(arrays, 4))
+    assert len(result) == num_batches(arrays, 4) == 3
+    leaves = [jax.tree.leaves(batch) for batch in result]
     for array, *slices in zip(jax.tree.leaves(arrays), *leaves, strict=True):
         assert [len(part) for part in slices] == [4, 4, 2]
         np.testing.assert_array_equal(np.concatenate(slices), array)
@@ -174,7 +174,7 @@ def test_jax_arrays_on_many_devices_come_to_the_host():
     assert isinstance(next(batches([x])), np.ndarray)
 
 
-# What can be iterated once
+# Iterators
 
 
 @pytest.mark.parametrize("make", [generate, lambda: map(np.asarray, [X, X])])
@@ -204,14 +204,14 @@ def test_closing_closes_the_generator():
 # Keras' PyDataset
 
 
-def test_py_dataset_is_told_of_epochs():
+def test_epoch_methods_of_a_py_dataset_are_called():
     dataset = Sequence()
     list(batches(dataset))
     assert dataset.calls == ["begin", 0, 1, 2, "end"]
     assert dataset.threads == {threading.current_thread()}
 
 
-def test_py_dataset_is_told_when_an_epoch_is_left_early():
+def test_epoch_methods_are_called_for_an_unfinished_epoch():
     dataset = Sequence()
     iterator = batches(dataset)
     next(iterator)
@@ -246,7 +246,7 @@ def test_endless_py_dataset_in_threads_ends_when_closed():
     iterator = batches(dataset)
     for index in range(20):
         batch = next(iterator)
-        assert isinstance(batch, tuple)  # Keras takes lists as tuples here.
+        assert isinstance(batch, tuple)  # Keras converts lists, too.
         np.testing.assert_array_equal(batch[0], X + index)
     iterator.close()
     assert not any(thread.is_alive() for thread in dataset.threads)
@@ -261,11 +261,11 @@ def test_py_dataset_error_passes_through():
         list(batches(Broken(workers=2)))
 
 
-# What is no dataset, or no batch
+# Invalid datasets and batches
 
 
 @pytest.mark.parametrize("dataset", [3, None, "file.npz", {"x": [1, 2]}, {}])
-def test_what_is_no_dataset(dataset):
+def test_values_that_are_no_dataset(dataset):
     with pytest.raises(TypeError, match=r"dataset: got .* expected arrays"):
         batches(dataset)
 
@@ -295,7 +295,7 @@ def test_dtypes_are_kept(dtype):
 
 
 def test_import_loads_no_library():
-    # The parent package is left out: it may import what it likes.
+    # Skip the parent package, which may import other libraries.
     code = """
 import importlib.util, sys, types
 path = importlib.util.find_spec("replicax").submodule_search_locations
@@ -314,9 +314,9 @@ def test_tf_data():
     assert num_batches(dataset) == 3
     assert num_batches(dataset.repeat()) is None
     for _ in range(2):
-        got = list(batches(dataset))
-        assert len(got) == 3
-        for batch, (x, y) in zip(got, generate(), strict=True):
+        result = list(batches(dataset))
+        assert len(result) == 3
+        for batch, (x, y) in zip(result, generate(), strict=True):
             assert isinstance(batch["x"], np.ndarray)
             np.testing.assert_array_equal(batch["x"], x)
             np.testing.assert_array_equal(batch["y"], y)
@@ -348,8 +348,8 @@ def test_torch_data_loader(num_workers):
 def test_torch_tensors():
     torch = pytest.importorskip("torch")
     half = torch.arange(4, dtype=torch.bfloat16)
-    (got,) = batches([half])
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(got.astype(np.float32), [0, 1, 2, 3])
-    (got,) = batches([torch.ones(2, requires_grad=True)])
-    np.testing.assert_array_equal(got, [1, 1])
+    (result,) = batches([half])
+    assert result.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(result.astype(np.float32), [0, 1, 2, 3])
+    (result,) = batches([torch.ones(2, requires_grad=True)])
+    np.testing.assert_array_equal(result, [1, 1])
