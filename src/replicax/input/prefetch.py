@@ -281,11 +281,11 @@ class DistributedIterator(Iterator[PyTree]):
     iterations have the same orders as without the restart.
     """
 
-    # The first `next` calls `start(iteration, num_batches)`, which begins an iteration
-    # behind `num_batches` batches. `iter` does not: that would change the state of a
-    # loader that counts its epochs, and a restored iterator reads another iteration.
-    # `number` returns the next iteration's number, and `skip_to` sets it; `record_read` is
-    # called before each batch.
+    # The first `next` calls `start(iteration, num_batches)`, which starts an iteration
+    # after its first `num_batches` batches. `iter` starts none: the iterator may be
+    # restored to another iteration, and a loader may count its iterations. `number`
+    # returns the next iteration's number, `skip_to` sets it, and each read of a batch
+    # calls `record_read` first.
 
     def __init__(
         self,
