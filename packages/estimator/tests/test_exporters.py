@@ -86,6 +86,12 @@ def test_the_latest_exporter_keeps_the_latest(estimator, num_kept, first) -> Non
 
 
 def test_the_best_exporter_exports_better_ones(estimator) -> None:
+    def is_larger(best_eval_result, current_eval_result):
+        return current_eval_result["auc"] > best_eval_result["auc"]
+
+    exporter = BestExporter("auc", RECEIVER_FN, is_larger)
+    made = [export(exporter, estimator, {"auc": auc}) is not None for auc in (1, 0, 2)]
+    assert made == [True, False, True]
     exporter = BestExporter(serving_input_receiver_fn=RECEIVER_FN)
     losses = [math.nan, 3.0, 4.0, 3.0, 2.0, math.nan, 1.5]
     made = [
@@ -107,15 +113,6 @@ def test_the_best_exporter_reads_earlier_evaluations(estimator) -> None:
     # Evaluations of another data set do not count.
     other = BestExporter("other", RECEIVER_FN, eval_name="test")
     assert export(other, estimator, {"loss": 9.0, "global_step": 4}) is not None
-
-
-def test_compare_fn_decides_which_result_is_better(estimator) -> None:
-    def larger(best_eval_result, current_eval_result):
-        return current_eval_result["auc"] > best_eval_result["auc"]
-
-    exporter = BestExporter("auc", RECEIVER_FN, larger)
-    made = [export(exporter, estimator, {"auc": auc}) is not None for auc in (1, 0, 2)]
-    assert made == [True, False, True]
 
 
 def test_train_and_evaluate_exports(tmp_path) -> None:

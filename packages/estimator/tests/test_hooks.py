@@ -156,17 +156,6 @@ def test_hooks_end_training(tmp_path: Path) -> None:
     assert int(estimator.get_variable_value("global_step")) == 6
 
 
-def test_an_error_in_a_hook_is_the_error(tmp_path: Path) -> None:
-    class Fails(Recorder):
-        def after_run(self, run_context: Any, run_values: Any) -> None:
-            raise RuntimeError("mine")
-
-    hook = Fails()
-    with pytest.raises(RuntimeError, match="mine"):
-        Estimator(model_fn, tmp_path).train(input_fn, hooks=[hook], steps=5)
-    assert hook.calls[-1] == "before"
-
-
 def test_nan_stops_training_without_an_error(tmp_path: Path) -> None:
     def diverging(features: Any, labels: Any, mode: str) -> EstimatorSpec:
         prediction = keras.layers.Dense(1)(features)[:, 0]

@@ -15,9 +15,7 @@ CLUSTER = {
 }
 
 
-@pytest.mark.parametrize(
-    ("job", "index"), [("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)]
-)
+@pytest.mark.parametrize(("job", "index"), [("chief", 0), ("worker", 1), ("ps", 0)])
 def test_task_of_tf_config(
     job: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

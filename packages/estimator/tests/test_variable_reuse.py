@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.seams import made_alike, set_value
+from replicax.seams import made_alike
 from replicax_estimator.variable_reuse import VariableStore
 
 
@@ -93,17 +93,3 @@ def test_other_variables_are_an_error(
     with pytest.raises(rx.ContextError, match=message) as caught:
         run(np.ones((2, 3), "float32"))
     assert "the function: made other variables" in str(caught.value)
-
-
-def test_initial_values_may_be_given(strategy: Any) -> None:
-    weights = [np.full((3, 2), 2.0, "float32"), np.ones(2, "float32")]
-
-    def function(x: Any) -> Any:
-        layer = keras.layers.Dense(2)
-        layer.build(x.shape)
-        set_value(layer.kernel, weights[0])
-        set_value(layer.bias, weights[1])
-        return keras.ops.sum(layer(x))
-
-    _, run = calls(strategy, function)
-    assert float(run(np.ones((1, 3), "float32"))) == 14.0

@@ -150,22 +150,18 @@ def optimizer_maker(
         cls: Any = type(keras.optimizers.get(optimizer))
         return lambda: cls(learning_rate=learning_rate)
     if isinstance(optimizer, keras.Optimizer):
-        return _copier_of(optimizer)
+        # Read the settings now: a model_fn must not read the learning rate, which is a
+        # variable from outside.
+        config = _remove_names(copy.deepcopy(optimizer.get_config()))
+        from_config = type(optimizer).from_config
+        # `from_config` changes its argument.
+        return lambda: from_config(copy.deepcopy(config))
     if not callable(optimizer):
         raise TypeError(
             f"{name}: must be the name of a Keras optimizer, such as 'Adam', a Keras "
             f"optimizer or a function that returns one; got {optimizer!r}."
         )
     return optimizer
-
-
-def _copier_of(optimizer: keras.Optimizer) -> Callable[[], keras.Optimizer]:
-    # Read the settings now: a model_fn must not read the learning rate, which is a
-    # variable from outside.
-    config = _remove_names(copy.deepcopy(optimizer.get_config()))
-    from_config = type(optimizer).from_config
-    # `from_config` changes its argument.
-    return lambda: from_config(copy.deepcopy(config))
 
 
 def _remove_names(config: JSONObject) -> JSONObject:

@@ -29,7 +29,6 @@ __all__ = [
 _Activation: TypeAlias = str | Callable[[jax.Array], jax.Array]
 
 _LEARNING_RATE = 0.05
-
 _MOMENTUM = 0.999  # As TF; Keras' 0.99 diverges on some problems.
 
 
@@ -132,12 +131,8 @@ class DNNRegressor(_DNN):
 class DNNClassifier(_DNN):
     """A network of dense layers for classification.
 
-    Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
-    are those of `DNNRegressor`.
-
-    Args:
-        n_classes: As for `LinearClassifier`.
-        label_vocabulary: As for `LinearClassifier`.
+    Results of `evaluate` and `predict`, `n_classes` and `label_vocabulary` are as for
+    `LinearClassifier`; other arguments are those of `DNNRegressor`.
 
     Example:
         >>> import replicax as rx
@@ -215,12 +210,8 @@ class DNNLinearCombinedRegressor(_DNNLinearCombined):
 class DNNLinearCombinedClassifier(_DNNLinearCombined):
     """A wide and deep model for classification: a linear model plus a network.
 
-    Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
-    are those of `DNNLinearCombinedRegressor`.
-
-    Args:
-        n_classes: As for `LinearClassifier`.
-        label_vocabulary: As for `LinearClassifier`.
+    Results of `evaluate` and `predict`, `n_classes` and `label_vocabulary` are as for
+    `LinearClassifier`; other arguments are those of `DNNLinearCombinedRegressor`.
 
     Example:
         >>> import replicax as rx

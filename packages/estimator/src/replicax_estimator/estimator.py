@@ -104,8 +104,6 @@ class Estimator:
         *,
         preprocess: Preprocess | None = None,
     ) -> None:
-        if params is not None:
-            require_instance(params, Mapping, "Estimator: params")
         config = RunConfig() if config is None else config
         require_instance(config, RunConfig, "Estimator: config")
         folders = {os.fspath(x) for x in (model_dir, config.model_dir) if x is not None}
@@ -150,7 +148,7 @@ class Estimator:
         max_steps: int | None = None,
         saving_listeners: Sequence[CheckpointSaverListener] | None = None,
     ) -> "Estimator":
-        """Train from the newest checkpoint on, and save a checkpoint at the end.
+        """Train from the newest checkpoint on, save a checkpoint, and return `self`.
 
         Args:
             input_fn: Returns a dataset of `(features, labels)` batches, each for **one
@@ -162,9 +160,6 @@ class Estimator:
             max_steps: The global step to end at. None for both: train until the input
                 ends.
             saving_listeners: `CheckpointSaverListener`s.
-
-        Returns:
-            The estimator.
 
         Raises:
             CheckpointError: If the checkpoint is of another model.
@@ -301,7 +296,7 @@ class Estimator:
         *,
         platforms: Sequence[str] | None = None,
     ) -> str:
-        """Export a checkpoint for prediction, without the Python code of the model.
+        """Export a checkpoint for prediction, without Python code; return its folder.
 
         `load_saved_model` loads the result. `jax.export` serializes the `model_fn` in
         PREDICT mode as programs: the predictions as the signature `"serving_default"`,
@@ -317,9 +312,6 @@ class Estimator:
             checkpoint_path: The checkpoint; None: the newest.
             platforms: Platforms to export for, out of `"cpu"`, `"cuda"`, `"rocm"` and
                 `"tpu"`. None: all but `"rocm"`.
-
-        Returns:
-            The new folder.
 
         Raises:
             CheckpointError: If the checkpoint is of another model.

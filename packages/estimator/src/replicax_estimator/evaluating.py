@@ -82,15 +82,10 @@ def append_evaluation(folder: Path, checkpoint: str, results: EvalResults) -> No
 
 
 def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
-    """Read the evaluations in a folder, by global step in ascending order.
+    """Read the metrics of the evaluations in a folder, by global step.
 
-    For a step with several evaluations, the result contains the last one.
-
-    Args:
-        eval_dir: The folder, from `estimator.eval_dir()`.
-
-    Returns:
-        The metrics by name for each global step; empty without evaluations.
+    `eval_dir` is the result of `estimator.eval_dir()`. Steps are in ascending order; of
+    several evaluations of a step, the result contains the last one.
 
     Example:
         >>> import replicax as rx

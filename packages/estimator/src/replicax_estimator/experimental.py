@@ -27,9 +27,6 @@ __all__ = [
     "stop_if_no_increase_hook",
 ]
 
-_History: TypeAlias = Sequence[tuple[int, float]]
-"""A metric's values with their global steps, in ascending order."""
-
 
 class _EarlyStoppingHook(SessionRunHook):
     def __init__(self, should_stop_fn: Callable[[], bool], interval: Interval) -> None:
@@ -136,8 +133,7 @@ def stop_if_higher_hook(
 
     Example:
         >>> import replicax as rx
-        >>> estimator = rx.estimator.BaselineRegressor()
-        >>> hook = stop_if_higher_hook(estimator, "loss", 1e3)
+        >>> hook = stop_if_higher_hook(rx.estimator.BaselineRegressor(), "loss", 1e3)
     """
     return _hook("higher", threshold, estimator, metric_name, **options)
 
@@ -154,10 +150,12 @@ def stop_if_lower_hook(
 
     Example:
         >>> import replicax as rx
-        >>> estimator = rx.estimator.BaselineRegressor()
-        >>> hook = stop_if_lower_hook(estimator, "loss", 1e-3)
+        >>> hook = stop_if_lower_hook(rx.estimator.BaselineRegressor(), "loss", 1e-3)
     """
     return _hook("lower", threshold, estimator, metric_name, **options)
+
+
+_History: TypeAlias = Sequence[tuple[int, float]]  # Global steps, and metric's values.
 
 
 def _stagnates(

@@ -20,7 +20,6 @@ __all__ = ["ServingInputReceiver", "build_raw_serving_input_receiver_fn"]
 SINGLE = "feature"
 """Name of the feature where features are a single array."""
 
-
 _Feature: TypeAlias = Any
 """A `keras.KerasTensor`, an array, a `jax.ShapeDtypeStruct`, or a list."""
 

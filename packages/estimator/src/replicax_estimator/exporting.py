@@ -20,7 +20,7 @@ from replicax_estimator.preprocessing import (
 )
 from replicax_estimator.serving import DEFAULT_SIGNATURE, Artifact, write
 from replicax_estimator.spec import EstimatorSpec
-from replicax_estimator.types import Arrays, Features, JSONObject, Predictions
+from replicax_estimator.types import Arrays, Features, JSONObject
 
 __all__ = ["export_model"]
 
@@ -126,21 +126,18 @@ def _inputs(
 
 def _signatures(spec: EstimatorSpec) -> dict[str, Arrays]:
     """Collect the outputs of each signature by name."""
-    signatures = {DEFAULT_SIGNATURE: spec.predictions, **(spec.export_outputs or {})}
-    return {
-        name: _outputs_by_name(name, outputs) for name, outputs in signatures.items()
-    }
-
-
-def _outputs_by_name(signature: str, outputs: Predictions) -> Arrays:
-    named = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
-    for name, value in named.items():
-        if not hasattr(value, "shape"):
-            raise TypeError(
-                f"EstimatorSpec: outputs of signature {signature!r} must be an array, "
-                f"or a dict of arrays by name; output {name!r} is {value!r}."
-            )
-    return named
+    signatures: dict[str, Arrays] = {}
+    all_outputs = {DEFAULT_SIGNATURE: spec.predictions, **(spec.export_outputs or {})}
+    for signature, outputs in all_outputs.items():
+        named = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
+        for name, value in named.items():
+            if not hasattr(value, "shape"):
+                raise TypeError(
+                    f"EstimatorSpec: outputs of signature {signature!r} must be an "
+                    f"array, or a dict of arrays by name; output {name!r} is {value!r}."
+                )
+        signatures[signature] = named
+    return signatures
 
 
 def _outputs(

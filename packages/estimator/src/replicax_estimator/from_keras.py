@@ -78,7 +78,9 @@ def model_to_estimator(
         if isinstance(features, dict) and set(features) == _WITH_WEIGHTS:
             features, weights = features["features"], features["sample_weights"]
         outputs = model(features, training=training)
-        _set_values(model, values)
+        # A model that was not built has no values.
+        for variable, value in zip(model.variables, values, strict=bool(values)):
+            set_value(variable, value)
         predictions = _outputs_by_name(model, outputs)
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predictions=predictions)
@@ -116,12 +118,6 @@ def _arrange_labels(labels: Labels, outputs: Predictions, names: list[str]) -> L
         )
     listed = [labels[name] for name in names]
     return listed if isinstance(outputs, list | tuple) else listed[0]
-
-
-def _set_values(model: keras.Model, values: list[np.ndarray]) -> None:
-    """Set the initial values, unless the user's model was not built and has none."""
-    for variable, value in zip(model.variables, values, strict=bool(values)):
-        set_value(variable, value)
 
 
 def _outputs_by_name(model: keras.Model, outputs: Predictions) -> dict[str, Any]:

@@ -124,11 +124,10 @@ class SessionRunContext:
 
     Example:
         >>> import replicax as rx
-        >>> class StopsAfterThree(rx.estimator.SessionRunHook):
+        >>> class StopsAtOnce(rx.estimator.SessionRunHook):
         ...     def after_run(self, run_context, run_values):
-        ...         if run_context.session.global_step == 3:
-        ...             run_context.request_stop()
-        >>> hook = StopsAfterThree()
+        ...         run_context.request_stop()
+        >>> hook = StopsAtOnce()
     """
 
     def __init__(self, session: HookSession) -> None:
@@ -188,9 +187,7 @@ class CheckpointSaverListener:
         >>> class Saves(rx.estimator.CheckpointSaverListener):
         ...     def after_save(self, session, global_step_value):
         ...         print(f"saved step {global_step_value}")
-        >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
-        >>> estimator = rx.estimator.BaselineRegressor()
-        >>> _ = estimator.train(lambda: batch, steps=5, saving_listeners=[Saves()])
+        >>> Saves().after_save(None, 5)
         saved step 5
     """
 
@@ -216,7 +213,5 @@ def fetch(
     if not isinstance(fetches, str):
         return [fetch(x, tensors, caller) for x in fetches]
     if fetches not in tensors:
-        raise ValueError(
-            f"{caller}: fetches {fetches!r}; this step has only {sorted(tensors)}."
-        )
+        raise ValueError(f"{caller}: fetches {fetches!r}, not in {sorted(tensors)}.")
     return np.asarray(tensors[fetches]())

@@ -26,8 +26,9 @@ def numpy_input_fn(
 ) -> Callable[[], Iterator[Any]]:
     """Make an `input_fn` that reads arrays.
 
-    A batch may span two epochs. Only the last batch may be short. (TF:
-    `tf.compat.v1.estimator.inputs.numpy_input_fn`.)
+    Each call of the `input_fn` returns a new iterator over batches `(features, labels)`
+    or `features`. A batch may span two epochs; only the last batch may be short.
+    (TF: `tf.compat.v1.estimator.inputs`.)
 
     Args:
         x: Features: a dict of arrays `[n, ...]`, or one array.
@@ -37,10 +38,6 @@ def numpy_input_fn(
         shuffle: Whether to shuffle each epoch. Must be given.
         seed: Seed of the shuffling. None: each call of the `input_fn` draws one from
             Python's random numbers.
-
-    Returns:
-        A function without arguments. Each call returns a new iterator over batches
-        `(features, labels)`, or over features.
 
     Example:
         >>> import replicax as rx
@@ -68,23 +65,18 @@ def pandas_input_fn(
     """Make an `input_fn` that reads the columns of a pandas data frame.
 
     `x` is a `DataFrame`: each column is a feature `[n]`. `y` is a `Series`, or a
-    `DataFrame` for a dict of labels. No column of `x` may be named `target_column`.
-    Other arguments and the result are `numpy_input_fn`'s. (TF:
-    `tf.compat.v1.estimator.inputs.pandas_input_fn`.)
+    `DataFrame` for a dict of labels. `target_column` is ignored; other arguments and
+    the result are `numpy_input_fn`'s. (TF: `tf.compat.v1.estimator.inputs`.)
 
     Example:
         >>> import pandas as pd  # doctest: +SKIP
         >>> frame = pd.DataFrame({"city": ["Ulm", "Bonn"]})  # doctest: +SKIP
         >>> input_fn = pandas_input_fn(frame, shuffle=False)  # doctest: +SKIP
     """
+    del target_column
     caller = "pandas_input_fn"
     labels = None
     if y is not None:
-        if target_column in x.columns:
-            raise ValueError(
-                f"{caller}: x has the column {target_column!r}, the name of the "
-                "labels. Give another target_column, or drop the column from x."
-            )
         # Rows are paired by position: with different indices, labels would be wrong.
         if not np.array_equal(x.index, y.index):
             raise ValueError(

@@ -80,15 +80,7 @@ class Preprocessor:
             return arrays, None
         if self.weight_column is not None:
             arrays |= self._weights(self.weight_column, features)
-        numbers = self._labels(labels)
-        sizes = {len(array) for array in arrays.values()}
-        if sizes != {len(numbers)}:
-            raise ValueError(
-                f"labels: there are {len(numbers)} for features of {sorted(sizes)} "
-                "rows. Each example needs one label, and one weight if there is a "
-                "weight_column."
-            )
-        return arrays, numbers
+        return arrays, self._labels(labels)
 
     def add_class_names(
         self, predictions: Mapping[str, np.ndarray]

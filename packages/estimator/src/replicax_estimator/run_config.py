@@ -13,8 +13,6 @@ from replicax_estimator.hooks import Interval
 
 __all__ = ["RunConfig", "one_device"]
 
-_DEFAULT_SECONDS = 600.0
-
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -59,7 +57,7 @@ class RunConfig:
             if value is not None:
                 require_instance(value, rx.Strategy, f"RunConfig: {name}")
         if self.save_checkpoints_steps is None and self.save_checkpoints_secs is None:
-            object.__setattr__(self, "save_checkpoints_secs", _DEFAULT_SECONDS)
+            object.__setattr__(self, "save_checkpoints_secs", 600.0)
         save_interval = (self.save_checkpoints_steps, self.save_checkpoints_secs)
         Interval(*save_interval, "RunConfig: save_checkpoints")  # Raises ValueError.
         if self.log_step_count_steps is not None:

@@ -88,10 +88,10 @@ class Saver:
         strategy = model.strategy
         # Synchronous workers save together; asynchronous workers leave it to the chief.
         self._saves = strategy.is_chief or strategy.workers.count > 1
-        self._interval = Interval(
+        self.interval = Interval(
             config.save_checkpoints_steps, config.save_checkpoints_secs, "RunConfig"
         )
-        self._interval.restart(0)
+        self.interval.restart(0)
         self._saved: tuple[int, int] | None = None
 
     def restore(self) -> str | None:
@@ -99,17 +99,13 @@ class Saver:
         path = self._manager.restore_or_initialize()
         if path is not None:
             step = int(self._model.global_step.numpy())
-            self._interval.restart(step)
+            self.interval.restart(step)
             self._saved = (step, self._position.num_steps)
         return path
 
-    def is_due(self, step: int) -> bool:
-        """Whether the save interval has passed, by this process' clock."""
-        return self._interval.is_due(step)
-
     def save(self, step: int, *, wait: bool = False) -> bool:
         """Save the state of a step unless it is saved; return whether it was saved."""
-        self._interval.restart(step)
+        self.interval.restart(step)
         state = (step, self._position.num_steps)
         if state == self._saved or not self._saves:
             return False

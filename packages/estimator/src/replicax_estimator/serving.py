@@ -145,15 +145,8 @@ class SavedModel:
         self.path = os.fspath(path)
         self.global_step: int = contents["global_step"]
         self.signatures = tuple(contents["signatures"])
+        self._specs = contents["signatures"]
         self._is_single = contents["single_feature"]
-        self._specs = {
-            (signature, part): {
-                name: ArraySpec(tuple(shape), dtype)
-                for name, (shape, dtype) in entry[part].items()
-            }
-            for signature, entry in contents["signatures"].items()
-            for part in ("inputs", "outputs")
-        }
         self._host = saved_preprocessor(contents["host"])
         self._programs = {
             name: jax.jit(export.deserialize(bytearray(program)).call)
@@ -208,7 +201,10 @@ class SavedModel:
                 f"saved model {self.path}: there is no signature {signature!r}; there "
                 f"are {list(self.signatures)}."
             )
-        return dict(self._specs[signature, part])
+        specs = self._specs[signature][part]
+        return {
+            n: ArraySpec(tuple(shape), dtype) for n, (shape, dtype) in specs.items()
+        }
 
 
 def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:

@@ -58,16 +58,13 @@ def minimize(
     """Make the `train_op` with which an optimizer minimizes a loss.
 
     The estimator computes gradients, averages them over the replicas, applies them and
-    counts the global step. (TF: `tf.compat.v1.train.Optimizer.minimize`.)
+    counts the global step. `EstimatorSpec(train_op=...)` accepts the result, or a list
+    of results for several optimizers. (TF: `tf.compat.v1.train.Optimizer.minimize`.)
 
     Args:
         optimizer: A Keras optimizer that the `model_fn` has made.
         loss: This replica's scalar loss, the same as the spec's.
         var_list: Variables to train; None: all trainable variables of the `model_fn`.
-
-    Returns:
-        A value for `EstimatorSpec(train_op=...)`, which may also be a list of such
-        values for several optimizers.
 
     Example:
         >>> minimize(keras.optimizers.SGD(0.1), loss=0.5).loss

@@ -233,7 +233,7 @@ class Training(Loop):
     def _save_if_due(self, saver: Saver, loss: rx.PerReplica) -> bool:
         """Save if the interval has passed; return whether to stop."""
         workers = self.model.strategy.workers
-        due, stops = saver.is_due(self.global_step), self.stops
+        due, stops = saver.interval.is_due(self.global_step), self.stops
         if workers.count > 1:
             # Clocks and hooks of workers may differ: the workers decide together.
             if self._position.num_steps % _AGREE_EVERY == 0:

@@ -43,8 +43,7 @@ class TrainSpec:
     Example:
         >>> import replicax as rx
         >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
-        >>> rx.estimator.TrainSpec(lambda: batch, max_steps=1000).max_steps
-        1000
+        >>> spec = rx.estimator.TrainSpec(lambda: batch, max_steps=1000)
     """
 
     input_fn: InputFunction
@@ -78,8 +77,6 @@ class EvalSpec:
         >>> import replicax as rx
         >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
         >>> spec = rx.estimator.EvalSpec(lambda: batch, steps=1, throttle_secs=60)
-        >>> spec.throttle_secs, spec.timeouts.checkpoint
-        (60, 3600.0)
     """
 
     input_fn: InputFunction

@@ -35,9 +35,6 @@ class Steps(Iterator[Step], Protocol):
         """Stop the iteration."""
 
 
-_MODEL_ARGUMENTS = ("labels", "mode", "params", "config")
-
-
 class ModelFunction:
     """Calls a user's `model_fn`, and checks its result."""
 
@@ -51,8 +48,9 @@ class ModelFunction:
         self.params = dict(params)
         self._model_fn = model_fn
         self._config = config
+        offered = ("labels", "mode", "params", "config")
         self._accepted = accepted_arguments(
-            model_fn, "model_fn", _MODEL_ARGUMENTS, required=("features",)
+            model_fn, "model_fn", offered, required=("features",)
         )
         if params and "params" not in self._accepted:
             raise ValueError(
@@ -72,13 +70,8 @@ class ModelFunction:
                 "Estimator: the input has labels; model_fn has no argument `labels`."
             )
         spec = self._model_fn(features, **accepted)
-        require_instance(spec, EstimatorSpec, "Estimator: the result of model_fn")
-        if spec.mode != mode:
-            raise ValueError(
-                f"Estimator: model_fn was called with mode={str(mode)!r} and returned "
-                f"an EstimatorSpec of mode {str(spec.mode)!r}."
-            )
-        return spec
+        what = "Estimator: the result of model_fn"
+        return require_instance(spec, EstimatorSpec, what)
 
 
 class InputPipeline:
@@ -120,7 +113,13 @@ class InputPipeline:
         """Yield preprocessed batches `(features, labels)`, each for one replica."""
         arguments = self._arguments | {"input_context": context}
         result = self._input_fn(**{name: arguments[name] for name in self._accepted})
-        batches = self._raw_batches(result)
+        batches: Iterator[Any]
+        if isinstance(result, tuple | dict) or _is_array(result):
+            # A single batch: as in TF, training repeats it without end.
+            is_endless = self._mode == ModeKeys.TRAIN
+            batches = itertools.repeat(result) if is_endless else iter([result])
+        else:
+            batches = raw_batches(result)
         try:
             for batch in batches:
                 yield self._preprocess(*self._split(batch))
@@ -128,29 +127,10 @@ class InputPipeline:
             if isinstance(batches, Generator):
                 batches.close()
 
-    def _raw_batches(self, result: object) -> Iterator[Any]:
-        if result is None:
-            raise TypeError(
-                "Estimator: input_fn returned None. Return a dataset of (features, "
-                "labels) batches."
-            )
-        if isinstance(result, tuple | dict) or _is_array(result):
-            # A single batch: as in TF, training repeats it without end.
-            is_endless = self._mode == ModeKeys.TRAIN
-            return itertools.repeat(result) if is_endless else iter([result])
-        return raw_batches(result)
-
     def _split(self, batch: Any) -> tuple[Features, Labels]:
         """Split a batch into features and labels, both of arrays."""
-        if not isinstance(batch, tuple | list):
-            features, labels = batch, None
-        elif len(batch) == 2:
-            features, labels = batch
-        else:
-            raise ValueError(
-                "Estimator: a batch of the input_fn must be (features, labels) or "
-                f"features; got a {type(batch).__name__} of {len(batch)}."
-            )
+        is_pair = isinstance(batch, tuple | list)
+        features, labels = batch if is_pair else (batch, None)
         if labels is None and self._needs_labels and self._mode != ModeKeys.PREDICT:
             raise ValueError(
                 f"Estimator: mode {str(self._mode)!r} needs labels, and the input_fn "

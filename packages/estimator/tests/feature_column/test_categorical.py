@@ -51,7 +51,7 @@ def test_identity_out_of_range_without_default(value) -> None:
         ([1.0], TypeError, "integers or strings; got dtype float64"),
         ([True], TypeError, "got dtype bool"),
         (np.zeros((1, 1, 1), int), ValueError, r"\[B\] or \[B, k\]; got \[1, 1, 1\]"),
-        (np.array([3, None], object), TypeError, "got 3 of type int in an array"),
+        (np.array([3, None], object), TypeError, "got 3 in an array"),
         (np.array([2**63], np.uint64), TypeError, "Cannot cast .* 'safe'"),
     ],
 )
@@ -71,16 +71,10 @@ def test_wrong_categories(raw, error, match) -> None:
             "default_value must be an id from 0 to num_buckets - 1 = 2; got 3",
         ),
         (lambda: fc.categorical_column_with_hash_bucket("x", 0), ValueError, "got 0"),
-        (
-            lambda: fc.categorical_column_with_hash_bucket("x", 3, "float32"),
-            TypeError,
-            "dtype must be 'string' or an integer dtype",
-        ),
         (lambda: vocabulary([]), ValueError, r"one or more values.*got \(\)"),
         (lambda: vocabulary(["a", "b", "a"]), ValueError, "each once; got .*'b', 'a'"),
         (lambda: vocabulary(["a", 1]), TypeError, "all strings or all integers"),
         (lambda: vocabulary([0.5]), TypeError, "all strings or all integers"),
-        (lambda: vocabulary(dtype="int64"), TypeError, "does not fit"),
         (lambda: vocabulary(default_value=3), ValueError, "size 3; got 3"),
         (
             lambda: vocabulary(default_value=0, num_oov_buckets=2),

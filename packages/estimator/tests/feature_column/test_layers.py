@@ -104,16 +104,6 @@ def test_gradients_flow_to_rows_that_were_used() -> None:
     assert frozen.trainable_variables == []
 
 
-def test_the_default_initializer() -> None:
-    column = fc.embedding_column(fc.categorical_column_with_identity("i", 2000), 16)
-    layer = fc.DenseFeatures(column)
-    layer({"i": [0]})
-    table = np.asarray(layer.variables[0])
-    # Truncation at two standard deviations of 0.25 leaves 0.88 of the deviation.
-    assert np.abs(table).max() <= 0.5 + 1e-6
-    assert table.std() == pytest.approx(0.22, abs=0.01)
-
-
 def test_columns_come_in_the_order_of_their_names() -> None:
     columns = [fc.indicator_column(TAGS), AGES, AGE]
     output = fc.DenseFeatures(columns)(FEATURES)

@@ -241,7 +241,7 @@ def categorical_column_with_vocabulary_list(
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
         vocabulary_list: Strings or integers, each once; the first has id 0.
-        dtype: `"string"` or an integer dtype. None: the list's.
+        dtype: Ignored: features must have strings or integers, as the list does.
         default_value: The id of values outside the list; -1: ignore them.
         num_oov_buckets: Number of hash buckets for values outside the list; their ids
             follow those of the list. (The hash is not TF's.)
@@ -253,6 +253,7 @@ def categorical_column_with_vocabulary_list(
         >>> ids[color.outputs[0]].tolist()
         [[1], [-1], [0]]
     """
+    del dtype
     caller = f"categorical_column_with_vocabulary_list({key!r})"
     words = [w.decode() if isinstance(w, bytes) else w for w in vocabulary_list]
     are_strings = all(isinstance(word, str) for word in words)
@@ -264,10 +265,6 @@ def categorical_column_with_vocabulary_list(
             )
         words = [int(word) for word in words]
     kind = "string" if are_strings else "int64"
-    if dtype is not None and (dtype_name(dtype) == "string") != are_strings:
-        raise TypeError(
-            f"{caller}: dtype={dtype!r} does not fit the vocabulary {words[:10]!r}."
-        )
     return VocabularyColumn(key, tuple(words), kind, default_value, num_oov_buckets)
 
 

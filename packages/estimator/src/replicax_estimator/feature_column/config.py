@@ -18,23 +18,20 @@ from replicax_estimator.types import JSONObject
 __all__ = ["from_config", "to_config"]
 
 _KINDS: dict[str, type[Column]] = {
-    "bucketized": BucketizedColumn,
-    "crossed": CrossedColumn,
-    "hashed": HashedColumn,
-    "identity": IdentityColumn,
-    "numeric": NumericColumn,
-    "vocabulary": VocabularyColumn,
-    "weighted": WeightedColumn,
+    kind.__name__: kind
+    for kind in (
+        *(BucketizedColumn, CrossedColumn, HashedColumn, IdentityColumn),
+        *(NumericColumn, VocabularyColumn, WeightedColumn),
+    )
 }
-_NAMES = {cls: name for name, cls in _KINDS.items()}
 
 
 def to_config(column: Column) -> JSONObject:
-    """Serialize a column as JSON: its `"kind"` and its attributes.
+    """Serialize a column as JSON: its class as `"kind"`, and its attributes.
 
     ValueError: The column contains a `normalizer_fn`.
     """
-    config: JSONObject = {"kind": _NAMES[type(column)]}
+    config: JSONObject = {"kind": type(column).__name__}
     for field in dataclasses.fields(column):  # type: ignore[arg-type]
         value = getattr(column, field.name)
         if callable(value):

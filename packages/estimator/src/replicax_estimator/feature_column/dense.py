@@ -29,7 +29,6 @@ __all__ = [
     "valid_ids",
 ]
 
-
 COMBINERS = ("mean", "sqrtn", "sum")
 _Initializer: TypeAlias = (
     keras.initializers.Initializer | str | Callable[..., object] | None

@@ -65,11 +65,6 @@ class HashedColumn(SingleFeature, CategoricalColumn):
     def __post_init__(self) -> None:
         require_instance(self.key, str, "categorical_column_with_hash_bucket: key")
         require_count(self.hash_bucket_size, f"{self.title}: hash_bucket_size")
-        if self.dtype != "string" and np.dtype(self.dtype).kind not in "iu":
-            raise TypeError(
-                f"{self.title}: dtype must be 'string' or an integer dtype; got "
-                f"{self.dtype!r}."
-            )
 
     @property
     def num_buckets(self) -> int:
@@ -116,11 +111,8 @@ class CrossedColumn(CategoricalColumn):
     hash_key: int | None
 
     def __post_init__(self) -> None:
-        if len(self.crossed_keys) < 2:
-            raise ValueError(
-                "crossed_column: keys must be two or more names of features or "
-                f"categorical columns; got {list(self.crossed_keys)!r}."
-            )
+        if not self.crossed_keys:
+            raise ValueError("crossed_column: keys must not be empty.")
         for key in self.crossed_keys:
             is_allowed = isinstance(key, str | CategoricalColumn)
             if not is_allowed or isinstance(key, HashedColumn | WeightedColumn):

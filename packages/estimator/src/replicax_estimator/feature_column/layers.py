@@ -84,9 +84,6 @@ class _ColumnsLayer(keras.layers.Layer):
             table.build()
         self.built = True
 
-    def _arrays(self, features: Arrays) -> dict[str, jax.Array]:
-        return transform_traced(self._columns, features, type(self).__name__)
-
     def _flatten(self, column: DenseColumn, arrays: Arrays) -> jax.Array:
         table = None
         if isinstance(column, EmbeddingColumn):
@@ -123,7 +120,7 @@ class DenseFeatures(_ColumnsLayer):
 
     def call(self, features: Arrays) -> jax.Array:
         """See the class."""
-        arrays = self._arrays(features)
+        arrays = transform_traced(self._columns, features, type(self).__name__)
         parts = [self._flatten(column, arrays) for column in self._dense]
         return jnp.concatenate(parts, axis=1).astype(self.compute_dtype)
 
@@ -213,7 +210,7 @@ class LinearModel(_ColumnsLayer):
 
     def call(self, features: Arrays) -> jax.Array:
         """See the class."""
-        arrays = self._arrays(features)
+        arrays = transform_traced(self._columns, features, type(self).__name__)
         total = self.bias_weights.value
         for column in self._columns:
             total = total + self._term(column, arrays)

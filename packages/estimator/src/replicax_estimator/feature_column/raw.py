@@ -24,8 +24,6 @@ __all__ = [
 
 _Shape: TypeAlias = tuple[int, ...]
 
-_KEPT_TEXTS = 2**16
-
 
 def rows_of(features: RawFeatures, caller: str) -> int:
     """Return the number of rows B of a batch, from any of its features."""
@@ -109,9 +107,8 @@ def _text(value: object, key: str, caller: str) -> str:
     if value is None or (isinstance(value, float) and np.isnan(value)):
         return ""
     raise TypeError(
-        f"{caller}: feature {key!r} must have integers or strings; got {value!r} of "
-        f"type {type(value).__name__} in an array of objects. Convert it with "
-        ".astype('int64') or .astype(str)."
+        f"{caller}: feature {key!r} must have integers or strings; got {value!r} in an "
+        "array of objects. Convert it with .astype('int64') or .astype(str)."
     )
 
 
@@ -130,7 +127,7 @@ def require_kind(values: np.ndarray, dtype: str, key: str, caller: str) -> None:
         )
 
 
-@functools.lru_cache(maxsize=_KEPT_TEXTS)
+@functools.lru_cache(maxsize=2**16)
 def _fingerprint(text: str) -> int:
     # `_text` decodes bytes that are not UTF-8 to surrogates.
     encoded = text.encode("utf-8", "surrogateescape")
