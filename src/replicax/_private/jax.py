@@ -2,8 +2,8 @@
 
 Tested with JAX 0.10 to 0.12. Names are looked up when they are needed, so that this
 module costs nothing to import and may be imported before JAX's devices are started.
-`cluster.coordination_service` reaches for one more by itself: it runs as a script, in a
-process without this package.
+`cluster.coordination_service` uses another private name itself, because it runs as a
+script, in a process without this package.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
-"""Private names of Keras' variables, layers, models, optimizers; the reason for each.
+"""Private names of Keras' variables, layers, models and optimizers.
 
-Those of its trainer are in `trainer.py`, the functions that are replaced in `wraps.py`.
+`trainer.py` has the private names of Keras' trainer, and `wraps.py` the functions that
+replicax replaces.
 """
 
 import collections

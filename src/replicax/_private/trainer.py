@@ -1,7 +1,6 @@
 """Private names of Keras' trainer: building, data adapters, callbacks and logs.
 
-The loop of `keras/` does the same as Keras' own loop, with these parts of it that have
-no public name.
+The loop in `keras/` uses these parts of Keras' own loop, which have no public names.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ READS_AHEAD = _VERSION < (3, 15)
 """Whether Keras' loop reads each batch before the step of the batch before it."""
 
 RESETS_METRICS_OF_BATCHES = _VERSION >= (3, 15)
-"""Whether `train_on_batch` and `test_on_batch` begin with new metrics."""
+"""Whether `train_on_batch` and `test_on_batch` reset the metrics first."""
 
 
 def build(model: Any, first_batch: Callable[[], Any]) -> None:
@@ -109,8 +108,8 @@ def stop_workers(adapter: Any) -> None:
 def discard_ahead(adapter: Any) -> None:
     """Discard the batches that a `PyDataset`'s threads prefetched after an iteration.
 
-    Keras would yield them in the next iteration. An endless dataset continues with
-    them, so it keeps them.
+    Keras would yield them in the next iteration. An endless dataset keeps them, because
+    its next iteration continues where the last one stopped.
     """
     if makes_batches_ahead(adapter) and adapter.num_batches is not None:
         adapter.enqueuer.stop()

@@ -81,8 +81,8 @@ WRAPS = (
         # Not the class that a backend derives: Keras 3.14 has an `__init__` there, too.
         "keras.Variable",
         ("__init__",),
-        "variables of a scope get a class of replicax, which places them; a function "
-        "that makes its variables in each trace gets those of the first trace",
+        "variables of a scope get a class of replicax, which places them; each trace "
+        "of a function uses the variables that the first trace created",
         base_with="assign",
     ),
     Wrap(
@@ -112,8 +112,8 @@ WRAPS = (
         base_with="fit",
     ),
     Wrap(
-        # Where it is defined: on loading, Keras compares a model's `compile` with its
-        # base class', and does not call a `compile` that a subclass overrides.
+        # The base, not `keras.Model`: a model that is loaded is not compiled if Keras
+        # finds that `compile` of `keras.Model` differs from that of the base.
         "keras.Model",
         ("compile",),
         "runs in the scope of the model's strategy",

@@ -79,7 +79,7 @@ class _SignalQueue:
         if self._holds:
             self._waiting.append(number)
             return
-        # An already restored handler has raised before this one was restored.
+        # Another handler raised before this one was restored.
         self._restore(number)
         self._handlers[number](number, frame)
 

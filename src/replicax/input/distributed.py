@@ -79,12 +79,12 @@ class DistributedInput(ABC):
 
     @abstractmethod
     def _splits(self, iteration: int, name: str, shard: InputShard) -> Generator[Split]:
-        """Yield the batches of the epoch `name` on the host: this worker's if local."""
+        """Yield an epoch's batches on the host: this worker's own if `is_local`."""
 
     def host_batches(
         self, iteration: int = 0, *, evaluates: bool = False
     ) -> Generator[PyTree]:
-        """Yield one epoch's batches `[rows, ...]` on the host: this worker's if local.
+        """Yield an epoch's batches `[rows, ...]` on the host; see `is_local`.
 
         A shuffled dataset has a different order in each iteration. If the caller
         `evaluates`, the shard is `InputShard.of_evaluation`.
@@ -282,7 +282,7 @@ class DistributedDataset(DistributedInput):
         return self._is_own and self._shard.count > 1
 
     def _dataset_of(self, shard: InputShard) -> tuple[Dataset, bool]:
-        """The dataset of a shard, and whether it is the worker's own."""
+        """The dataset of a shard, and whether it differs from other workers'."""
         return worker_dataset(
             self._all_data, self._auto_shard_policy, shard.worker, shard.num_workers
         )

@@ -102,9 +102,9 @@ class DistributedDatasetFromFunction(DistributedInput):
 
 
 def _next_batches(source: Iterable[PyTree], number: int) -> list[PyTree]:
-    """Read at most `number` batches.
+    """Read at most `number` batches, and copy them if `number` is more than one.
 
-    Copies several batches: a dataset may overwrite a batch with the next one.
+    A dataset may overwrite a batch when it yields the next batch.
     """
     group = itertools.islice(source, number)
     if number == 1:

@@ -170,7 +170,7 @@ class InputShard:
     def of_evaluation(self) -> "InputShard":
         """The shard that this worker evaluates and predicts on.
 
-        Here it is a part of the data, because workers in lockstep combine results.
+        In this class the worker's own part: workers in lockstep combine their results.
         """
         return self
 

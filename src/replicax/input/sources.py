@@ -140,8 +140,8 @@ def is_dataset(value: object) -> bool:
 def is_one_shot(dataset: Dataset) -> bool:
     """Whether `dataset` can be iterated only once, as a generator object.
 
-    A `PyDataset` can be iterated again even if it is also an iterator, as that of
-    Keras' `ImageDataGenerator`.
+    A `PyDataset` can be iterated again, also if it is an iterator: Keras has such a
+    class for its `ImageDataGenerator`.
     """
     return isinstance(dataset, Iterator) and not _is_py_dataset(dataset)
 
@@ -234,7 +234,7 @@ def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
 def _in_threads(
     dataset: "keras.utils.PyDataset", indices: Iterable[int]
 ) -> Generator[PyTree]:
-    """Yield batches in order, of which threads compute `max_queue_size` ahead."""
+    """Yield batches in order; threads compute up to `max_queue_size` batches ahead."""
     pending: deque[Future[PyTree]] = deque()
     pool = ThreadPoolExecutor(max(dataset.workers, 1), "replicax-py-dataset")
     try:
