@@ -99,18 +99,25 @@ def test_leaves_of_every_kind() -> None:
     assert placed["empty"].dtype == np.float32
 
 
-def test_arrays_of_the_user_survive_donation() -> None:
-    strategy = rx.OneDeviceStrategy("cpu:0")
-    host, device = np.ones(4096, "float32"), jnp.ones(4096)
-    placed = strategy.shard({"host": host, "device": device})
-    assert strategy.shard(placed)["host"] is placed["host"]
-    host[:] = 5
-    doubled = jax.jit(
-        lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0
-    )
-    doubled(placed)
-    assert device.sum() == 4096
-    assert doubled(strategy.shard({"host": host}))["host"].sum() == 2 * 5 * 4096
+@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("kind", [rx.MirroredStrategy, rx.FullyShardedStrategy])
+def test_arrays_of_the_user_survive_donation(kind: Any, num: int) -> None:
+    strategy = kind(cpus(num))
+    foreign = Mesh(np.array(jax.devices()[:num]), ("x",))
+    theirs = {
+        "host": np.ones(4096, "float32"),
+        "device": jnp.ones(4096),
+        "divided": jax.device_put(np.ones(4096), NamedSharding(foreign, P("x"))),
+        "replicated": jax.device_put(np.ones(4096), NamedSharding(foreign, P())),
+    }
+    placed = strategy.shard(theirs)
+    assert strategy.shard(placed)["divided"] is placed["divided"]
+    theirs["host"][:] = 5
+    double = jax.jit(lambda tree: optax.tree.add(tree, tree), donate_argnums=0)
+    assert {float(x.sum()) for x in double(placed).values()} == {2 * 4096}
+    assert all(x.is_deleted() for x in placed.values())
+    theirs["host"][:] = 1
+    assert {float(x.sum()) for x in theirs.values()} == {4096}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -193,6 +193,7 @@ def test_a_worker_that_does_not_come_to_a_step_is_named() -> None:
         assert report.steps["worker:1"] == 12 < report.steps["worker:0"]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_worker_that_calls_another_step_is_found() -> None:
     for result in run_with("another step").values():

@@ -42,7 +42,7 @@ class OwnJit(ABC):
 
     @abstractmethod
     def _rule(self, layout_map: object, caller: str) -> placement.MatchedRule | None:
-        """The rule of a layout map; None for the strategy's own map: it has none."""
+        """The rule of a layout map, or of the strategy's own; None without both."""
 
     @property
     def mesh(self) -> Mesh:

@@ -155,9 +155,11 @@ def _placed(leaf: PyTree, sharding: NamedSharding) -> PyTree:
         return leaf
     if device_put.is_spread(leaf):
         return device_put.resharded(leaf, sharding)
-    # Copied, since JAX may use its memory too, and a step that donates the placed array
-    # would delete the user's.
-    return device_put.laid_out(jnp.copy(leaf), sharding)
+    if sharding.is_fully_replicated or leaf.sharding.num_devices > 1:
+        # JAX may share the memory of a shard that stays on its device, and a step that
+        # donates the placed array would delete the user's.
+        leaf = jnp.copy(leaf)
+    return device_put.laid_out(leaf, sharding)
 
 
 def _agree_on_values(
