@@ -161,6 +161,15 @@ def on_foreign_meshes(strategy: rx.Strategy) -> Any:
     return as_numpy(strategy, placed)
 
 
+def joined_inside_jit(strategy: rx.Strategy) -> Any:
+    """A batch that the devices do not divide, converted in a jitted function."""
+    data = strategy.experimental_distribute_dataset(np.arange(22), batch_size=22)
+    return [
+        as_numpy(strategy, jax.jit(lambda x: 2 * strategy.global_batch(x))(batch))
+        for batch in data
+    ]
+
+
 def on_workers() -> dict[str, Any]:
     results = {}
     strategies = {
@@ -172,6 +181,7 @@ def on_workers() -> dict[str, Any]:
         local = np.full((64, 64), 3, "float32")
         results[f"{name}, shard"] = as_numpy(strategy, strategy.shard(local))
         results[f"{name}, foreign"] = on_foreign_meshes(strategy)
+    results["inside"] = joined_inside_jit(strategy)
     index, key = strategy.workers.index, jax.random.key(0)
     results["values"] = error_of(
         rx.ClusterMismatchError,
@@ -198,7 +208,8 @@ def test_two_workers() -> None:
             assert (results[f"{name}, shard"] == 3).all()
             for value in results[f"{name}, foreign"]:
                 np.testing.assert_array_equal(value.ravel(), np.arange(64 * 128))
+        np.testing.assert_array_equal(results["inside"], [2 * np.arange(22)])
         assert "the arguments of Strategy.shard" in results["values"]
-        assert "['w'] int32[64, 64]" in results["values"]
+        assert " is 'w int32[64, 64] " in results["values"]
         assert "the arguments of Strategy.init" in results["key"]
         assert "differ in the program of init(" in results["program"]

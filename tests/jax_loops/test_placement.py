@@ -138,6 +138,21 @@ def test_inside_jit_it_is_a_constraint() -> None:
     assert spec(out) == P(None, "replica")
 
 
+@pytest.mark.parametrize("name", ["foreign", "own"])
+def test_under_a_mesh_of_the_user(name: str) -> None:
+    strategy = STRATEGIES["fully sharded"]()
+    kind = (jax.sharding.AxisType.Explicit,)
+    foreign = jax.make_mesh((8,), ("data",), axis_types=kind)
+    data = strategy.experimental_distribute_dataset(np.ones((6, 3)), batch_size=4)
+    with jax.set_mesh(foreign if name == "foreign" else strategy.mesh):
+        made = strategy.init(jax.random.normal, jax.random.key(0), (64, 128))
+        placed = strategy.shard(jax.device_get(made))
+        rows = [strategy.global_batch(batch) for batch in data]
+    assert made.sharding == placed.sharding
+    assert spec(placed) == P(None, "replica")
+    assert [x.shape for x in rows] == [(4, 3), (2, 3)]
+
+
 def test_a_layout_map_matches_paths_and_their_ends() -> None:
     strategy = STRATEGIES["model parallel"]()
     layout_map = {"dense/kernel": ("model", None), "out/dense/kernel": (None, "model")}
@@ -232,6 +247,8 @@ def test_what_is_refused() -> None:
     for call in (strategy.shard, lambda x: strategy.init(lambda: x)):
         with pytest.raises(rx.ContextError, match="inside a replica function"):
             strategy.run(lambda call=call: call(jnp.ones(3)))
+    with pytest.raises(rx.ContextError, match=r"Strategy.init: .* transformation"):
+        jax.jit(lambda x: strategy.init(lambda: 2 * x))(1.0)
     central = rx.CentralStorageStrategy(cpus(2))
     for call in (central.shard, central.init, central.global_batch):
         with pytest.raises(ValueError, match="CentralStorageStrategy keeps variables"):

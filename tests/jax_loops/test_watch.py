@@ -77,6 +77,9 @@ def test_what_is_refused() -> None:
     step = strategy.watch(jax.jit(lambda x: x))
     with pytest.raises(rx.ContextError, match="inside a replica function"):
         strategy.run(lambda: step(1.0))
+    for transformed in (jax.jit(step), jax.grad(step)):
+        with pytest.raises(rx.ContextError, match=r"watch: .* JAX transformation"):
+            transformed(1.0)
     with pytest.raises(ValueError, match="CentralStorageStrategy keeps variables"):
         rx.CentralStorageStrategy(["cpu:0"]).watch(make_step())
 

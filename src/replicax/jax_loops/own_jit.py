@@ -14,11 +14,18 @@ from replicax._util.stand_ins import is_described
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 from replicax.engine.group import ReplicaGroup
+from replicax.engine.meshes import outside_meshes
 from replicax.engine.scope import current_context
 from replicax.engine.signature import Arguments, Kind, ResultStructure
 from replicax.errors import ContextError
 from replicax.jax_loops import placement
-from replicax.jax_loops.watched import Jitted, WatchedStep, agreed_program
+from replicax.jax_loops.watched import (
+    Jitted,
+    WatchedStep,
+    agreed_program,
+    is_eager,
+    require_eager,
+)
 
 __all__ = ["OwnJit"]
 
@@ -102,14 +109,16 @@ class OwnJit(ABC):
             True
         """
         self._require_mesh("shard")
-        return self._placed(tree, layout_map, "Strategy.shard")
+        return self._in_own_mesh(
+            lambda: self._placed(tree, layout_map, "Strategy.shard")
+        )
 
     def _placed(self, tree: PyTree, layout_map: object, caller: str) -> PyTree:
         rule = self._rule(layout_map, caller)
         paths = [] if rule is None else placement.paths_without_match(tree, rule)
         if paths:
             text = (
-                f"{caller}: no expression of the layout map matches one of the "
+                f"{caller}: no expression of the layout map matches any of the "
                 f"{len(paths)} arrays, such as {', '.join(map(repr, paths[:5]))}."
             )
             if layout_map is not None:
@@ -139,7 +148,7 @@ class OwnJit(ABC):
 
         Raises:
             ClusterMismatchError: If the workers' arguments or programs differ.
-            ContextError: Inside a replica function.
+            ContextError: Inside a replica function or a JAX transformation.
             TypeError: For a `PerReplica`, or a `fn` that cannot be called.
             ValueError: As in `shard`.
 
@@ -151,8 +160,17 @@ class OwnJit(ABC):
             ((64, 128), 8192)
         """
         self._require_mesh("init")
+        require_eager("Strategy.init")
         if not callable(fn):
             raise TypeError(f"Strategy.init: fn must be callable; got {fn!r}.")
+        return self._in_own_mesh(lambda: self._initialized(fn, args, kwargs))
+
+    def _initialized(
+        self,
+        fn: Callable[..., T],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> T:
         name = f"init({describe(fn)})"
         arguments, arrays = self._arguments(args, kwargs)
         structure = ResultStructure(None, name)
@@ -236,9 +254,14 @@ class OwnJit(ABC):
         """
         self._require_mesh("global_batch")
         call = functools.partial(placement.global_batch, batch, self.group)
+        runner = self.group.strategy.runner
+        if not is_eager():
+            return call()
         if placement.has_combined_rows(batch):
-            return self.group.strategy.runner.combine("global_batch", call, batch)
-        return self.group.strategy.runner.dispatch(call)
+            return self._in_own_mesh(
+                lambda: runner.combine("global_batch", call, batch)
+            )
+        return self._in_own_mesh(lambda: runner.dispatch(call))
 
     def watch(self, step: Jitted[P, T], *, num_steps: int = 1) -> WatchedStep[P, T]:
         """Count and watch your own jitted training step, as those of `run`.
@@ -279,6 +302,15 @@ class OwnJit(ABC):
                 f"{step!r}. Write strategy.watch(jax.jit(step))."
             )
         return WatchedStep(step, self.group.strategy, num_steps)
+
+    def _in_own_mesh(self, call: Callable[[], T]) -> T:
+        """Call outside of the user's mesh (`jax.set_mesh`), unless it is this one."""
+        if (
+            not is_eager()
+            or jax.sharding.get_abstract_mesh() == self.mesh.abstract_mesh
+        ):
+            return call()
+        return outside_meshes(call)
 
     def _require_mesh(self, method: str) -> None:
         """Raise inside a replica function, and where variables are not on the mesh."""

@@ -175,13 +175,16 @@ def _agree_on_values(
     ]
     if workers.count == 1 or not concrete:
         return
-    values = {path: x for path, x in concrete if not device_put.is_spread(x)}
+    wholes = [(path, x) for path, x in concrete if not device_put.is_spread(x)]
+    checksums = leaf_checksums([x for _, x in wholes])
     workers.agree(
         {
             "the arrays": [f"{path} {x.dtype}{list(x.shape)}" for path, x in concrete],
             "the values (their checksums)": [
-                f"{leaf} {kind} {checksum:08x}"
-                for leaf, kind, checksum in leaf_checksums(values)
+                f"{path} {kind} {checksum:08x}"
+                for (path, _), (_, kind, checksum) in zip(
+                    wholes, checksums, strict=True
+                )
             ],
         },
         f"the arguments of {caller}",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import jax
+from jax.extend.core import find_top_trace
 from jax.stages import Lowered
 
 from replicax._util.hashes import digest
@@ -17,8 +18,9 @@ from replicax.cluster.workers import Workers
 from replicax.engine.cache import static_key
 from replicax.engine.composites import is_array
 from replicax.engine.protocols import StrategyLike
+from replicax.errors import ContextError
 
-__all__ = ["WatchedStep", "agreed_program"]
+__all__ = ["Jitted", "WatchedStep", "agreed_program", "is_eager", "require_eager"]
 
 P = ParamSpec("P")
 T = TypeVar("T", covariant=True)
@@ -27,9 +29,13 @@ T = TypeVar("T", covariant=True)
 class Jitted(Protocol[P, T]):
     """A function compiled by `jax.jit`, or by a library's `jit` with `lower`."""
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the compiled function."""
+        ...
 
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered: ...
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
+        """Lower it for these arguments."""
+        ...
 
 
 class WatchedStep(Generic[P, T]):
@@ -55,7 +61,12 @@ class WatchedStep(Generic[P, T]):
         self._operations: dict[Hashable, Operation] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the step as the next operation of all workers."""
+        """Call the step as the next operation of all workers.
+
+        Raises:
+            ContextError: Inside a JAX transformation or a replica function.
+        """
+        require_eager("Strategy.watch")
         return self._strategy.runner.run_jitted(
             functools.partial(self._step, *args, **kwargs),
             functools.partial(self.lower, *args, **kwargs),
@@ -95,6 +106,28 @@ def _kind(leaf: PyTree) -> Hashable:
         return leaf.shape, leaf.dtype
     # The value of a number is no part of the program, unless it is a boolean.
     return type(leaf) if type(leaf) in (int, float, complex) else static_key(leaf)
+
+
+def is_eager() -> bool:
+    """Whether this thread is in no JAX transformation, such as `jit` or `grad`."""
+    return type(find_top_trace(())) is _eager_trace_type()
+
+
+@functools.cache
+def _eager_trace_type() -> type:
+    """The type of JAX's trace outside of transformations, which has no public name."""
+    with jax.ensure_compile_time_eval():
+        return type(find_top_trace(()))
+
+
+def require_eager(caller: str) -> None:
+    """Raise inside a JAX transformation, and so inside a replica function."""
+    if not is_eager():
+        raise ContextError(
+            f"{caller}: called inside a replica function or a JAX transformation, such "
+            "as jax.jit or jax.grad. Call it outside; inside, call your own function "
+            "itself."
+        )
 
 
 def agreed_program(

@@ -218,7 +218,6 @@ class ProgramRunner:
         operation: Callable[[], Operation],
     ) -> T:
         """Run a training step that the user has jitted."""
-        require_cross_replica("watch")
         return self.dispatch(call, operation())
 
     def combine(self, name: str, fn: Callable[[], PyTree], value: PyTree) -> PyTree:
