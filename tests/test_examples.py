@@ -89,6 +89,30 @@ def test_loop_in_plain_jax(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_loop_with_optax(tmp_path: Path) -> None:
+    arguments = ("optax_loop.py", "--replicas=2", "--epochs=8")
+    whole = run_example(*arguments, cwd=tmp_path)
+    divided = run_example(*arguments, "--shard-update", cwd=tmp_path)
+    assert accuracy_in(whole) > 0.9
+    assert accuracy_in(divided) == pytest.approx(accuracy_in(whole), abs=0.01)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200)
+def test_loop_with_optax_on_two_workers() -> None:
+    results = replicax.testing.run(
+        EXAMPLES / "optax_loop.py",
+        num_workers=2,
+        args=("--epochs=8", "--shard-update"),
+        deadline_seconds=180,
+    )
+    chief, other = results["worker:0"].output, results["worker:1"].output
+    assert "replicas           2  MultiWorkerMirroredStrategy(worker:0 of 2 " in chief
+    assert accuracy_in(chief) > 0.9
+    assert "epoch" not in other
+
+
+@pytest.mark.slow
 def test_multi_worker_alone(tmp_path: Path) -> None:
     output = run_example("multi_worker.py", "--epochs=6", cwd=tmp_path)
     assert "replicas           1  MultiWorkerMirroredStrategy(" in output

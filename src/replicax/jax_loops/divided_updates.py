@@ -133,9 +133,10 @@ class DividedUpdates:
         new, inner = self._tx.update(grads, state.inner, params, **extra_args)
         return blocks.gathered(new, dims), DividedState(inner, state.dims)
 
-    def warn_of_whole_state(self, context: ReplicaContext) -> None:
+    def warn_of_whole_state(self, context: ReplicaContext, state: PyTree) -> None:
         """Warn once of a whole state under a strategy that shards optimizer state."""
-        if context.strategy.group.divides_updates and context.num_replicas_here > 1:
+        is_divided = context.strategy.group.divides_updates
+        if is_divided and any(d is not None for d in _Blocks(context).dims_of(state)):
             self._log(
                 f"{self._caller}: every replica holds the whole optimizer state, but "
                 f"{context.strategy!r} shards such state. Call tx.init(params) "
@@ -143,9 +144,11 @@ class DividedUpdates:
                 "flax.nnx.Optimizer is not divided.)"
             )
 
-    def _init_blocks(self, context: ReplicaContext, params: PyTree) -> DividedState:
+    def _init_blocks(self, context: ReplicaContext, params: PyTree) -> PyTree:
         state, blocks = self._tx.init(params), _Blocks(context)
         dims = blocks.dims_of(state)
+        if all(dim is None for dim in dims):
+            return state
         return DividedState(blocks.cut(state, dims), dims)
 
     def _mixing_operation(
@@ -182,7 +185,7 @@ class DividedUpdates:
             _logger.warning("%s", message)
 
 
-def _init_here(init: Callable[..., DividedState], params: PyTree) -> DividedState:
+def _init_here(init: Callable[..., PyTree], params: PyTree) -> PyTree:
     context = current_context()
     assert context is not None  # `strategy.run` calls this.
     return init(context, params)

@@ -100,7 +100,7 @@ def distributed(
             )
         if isinstance(state, DividedState):
             return divided.update(context, op, updates, state, params, extra_args)
-        divided.warn_of_whole_state(context)
+        divided.warn_of_whole_state(context, state)
         updates = reduced(context, _CALLER, op, updates)
         return tx.update(updates, state, params, **extra_args)
 
