@@ -102,6 +102,8 @@ PAGES = {
             "GradientTape",
             "value_and_grad",
             "clip_by_global_norm",
+            "distributed",
+            "OptaxOptimizer",
             "compute_average_loss",
             "scale_regularization_loss",
             "PerReplica",
