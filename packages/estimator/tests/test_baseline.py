@@ -49,9 +49,3 @@ def test_the_classes_frequencies(tmp_path) -> None:
     assert predicted["classes"].tolist() == [names[shares.argmax()]]
     results = estimator.evaluate(lambda: ({"x": x}, names[y]))
     assert results["accuracy"] == pytest.approx(shares.max())
-
-
-def test_features_without_rows_are_an_error(tmp_path) -> None:
-    estimator = E.BaselineRegressor(tmp_path)
-    with pytest.raises(ValueError, match="number of rows"):
-        estimator.train(lambda: ({}, [1.0, 2.0]), steps=1)

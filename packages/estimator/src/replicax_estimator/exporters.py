@@ -46,7 +46,7 @@ class Exporter(abc.ABC):
         eval_result: EvalResults | None,
         is_the_final_export: bool,
     ) -> str | None:
-        """Export the model, if this exporter's condition holds.
+        """Export the model or decide not to; return the export's folder or None.
 
         Args:
             estimator: The estimator.
@@ -54,9 +54,6 @@ class Exporter(abc.ABC):
             checkpoint_path: The checkpoint that was evaluated.
             eval_result: The result of `evaluate`.
             is_the_final_export: Whether training has ended.
-
-        Returns:
-            The new export's folder, or None.
         """
 
 

@@ -47,9 +47,7 @@ class Interval:
             )
         length = seconds if steps is None else steps
         if length is None or not length > 0:
-            raise ValueError(
-                f"{caller}: the interval must be positive; got {length!r}."
-            )
+            raise ValueError(f"{caller}: interval must be positive; got {length!r}.")
         self._steps = steps
         self._seconds = seconds
         self.last: tuple[int, float] | None = None

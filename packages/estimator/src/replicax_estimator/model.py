@@ -79,7 +79,7 @@ class EstimatorModel:
 
     def _create_variables(self, features: Features, labels: Labels) -> None:
         spec = self._call(features, labels, writes=False)
-        if not hasattr(self, "spec"):  # Keep the first spec, whose layers live on.
+        if not hasattr(self, "spec"):  # Later calls are placeholders.
             self.spec = spec
 
     def _call(

@@ -41,7 +41,7 @@ class InputPosition:
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Set the position from a checkpoint."""
-        # Rounded down: training repeats batches rather than skip one.
+        # Round down: training repeats batches, and skips none.
         self.num_steps = int(state["num_batches"]) // self._num_replicas
 
 

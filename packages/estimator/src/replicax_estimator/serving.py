@@ -201,10 +201,8 @@ class SavedModel:
                 f"saved model {self.path}: there is no signature {signature!r}; there "
                 f"are {list(self.signatures)}."
             )
-        specs = self._specs[signature][part]
-        return {
-            n: ArraySpec(tuple(shape), dtype) for n, (shape, dtype) in specs.items()
-        }
+        entries = self._specs[signature][part].items()
+        return {n: ArraySpec(tuple(shape), dtype) for n, (shape, dtype) in entries}
 
 
 def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:

@@ -156,7 +156,7 @@ class LoggingTensorHook(SessionRunHook):
         self._step = 0
 
     def begin(self) -> None:
-        """Reset the timer: the first step is logged."""
+        """Reset the timer, so that the hook logs the first step."""
         self._values = {}
         if self._interval is not None:
             self._interval.last = None

@@ -71,7 +71,10 @@ class ModelFunction:
             )
         spec = self._model_fn(features, **accepted)
         what = "Estimator: the result of model_fn"
-        return require_instance(spec, EstimatorSpec, what)
+        require_instance(spec, EstimatorSpec, what)
+        if spec.mode != mode:
+            raise ValueError(f"{what} has mode {spec.mode!r} instead of {mode!r}.")
+        return spec
 
 
 class InputPipeline:

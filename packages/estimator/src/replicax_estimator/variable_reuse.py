@@ -21,7 +21,8 @@ __all__ = ["VariableStore"]
 class VariableStore:
     """The variables that a function makes, in the order of their creation.
 
-    Errors call the function `caller`. It may also read the `others`.
+    Error messages call the function `caller`. The function may also read the variables
+    `others`.
     """
 
     def __init__(self, caller: str, others: tuple[keras.Variable, ...] = ()) -> None:
@@ -58,7 +59,7 @@ class _ReuseScope(keras.StatelessScope):
         self._is_first = is_first
         self._writes = writes
         self._store = store
-        self._created: list[keras.Variable] = []  # Ids are unique while objects live.
+        self._created: list[keras.Variable] = []  # Keeps ids unique.
         self._originals = {id(variable): variable for variable in store.others}
         self._outside: Any = None
 

@@ -164,8 +164,7 @@ def weighted_categorical_column(
     Example:
         >>> from replicax import feature_column as fc
         >>> tags = fc.categorical_column_with_identity("tags", 3)
-        >>> column = fc.weighted_categorical_column(tags, "ratings")
-        >>> column.name
+        >>> fc.weighted_categorical_column(tags, "ratings").name
         'tags_weighted_by_ratings'
     """
     del dtype
@@ -248,10 +247,9 @@ def categorical_column_with_vocabulary_list(
 
     Example:
         >>> from replicax import feature_column as fc
-        >>> color = fc.categorical_column_with_vocabulary_list("color", ["R", "G", "B"])
-        >>> ids = fc.features_of([color], {"color": ["G", "X", "R"]})
-        >>> ids[color.outputs[0]].tolist()
-        [[1], [-1], [0]]
+        >>> color = fc.categorical_column_with_vocabulary_list("color", ["R", "G"])
+        >>> fc.features_of([color], {"color": ["G", "X"]})[color.outputs[0]].tolist()
+        [[1], [-1]]
     """
     del dtype
     caller = f"categorical_column_with_vocabulary_list({key!r})"

@@ -92,12 +92,12 @@ class Column(abc.ABC):
         return self.host.outputs
 
     def transform(self, features: RawFeatures) -> Mapping[str, Array]:
-        """Convert raw features, on the host, to arrays with B rows by `outputs`."""
+        """Convert raw features on the host to arrays `[B, ...]` by `outputs`."""
         return self.host.transform(features)
 
     @property
     def title(self) -> str:
-        """The column in error messages."""
+        """The name by which error messages call the column."""
         return f"feature column {self.name!r}"
 
     def output(self, kind: str) -> str:

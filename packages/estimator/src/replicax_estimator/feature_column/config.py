@@ -17,13 +17,16 @@ from replicax_estimator.types import JSONObject
 
 __all__ = ["from_config", "to_config"]
 
-_KINDS: dict[str, type[Column]] = {
-    kind.__name__: kind
-    for kind in (
-        *(BucketizedColumn, CrossedColumn, HashedColumn, IdentityColumn),
-        *(NumericColumn, VocabularyColumn, WeightedColumn),
-    )
-}
+_KINDS = (
+    BucketizedColumn,
+    CrossedColumn,
+    HashedColumn,
+    IdentityColumn,
+    NumericColumn,
+    VocabularyColumn,
+    WeightedColumn,
+)
+_BY_NAME = {kind.__name__: kind for kind in _KINDS}
 
 
 def to_config(column: Column) -> JSONObject:
@@ -54,7 +57,7 @@ def _encoded(value: object) -> Any:
 
 def from_config(config: JSONObject) -> Column:
     """Deserialize a column from `to_config`: an equal one, with the same `outputs`."""
-    cls: Any = _KINDS[config["kind"]]
+    cls: Any = _BY_NAME[config["kind"]]
     return cls(**{n: _decoded(x) for n, x in config.items() if n != "kind"})
 
 

@@ -190,8 +190,8 @@ def crossed_column(
     order of `keys`. Bucket numbers are the same in every process, but are not TF's.
 
     Args:
-        keys: Two or more names of features of strings or integers, or categorical
-            columns that are neither hashed nor weighted.
+        keys: Names of features of strings or integers, or categorical columns that are
+            neither hashed nor weighted.
         hash_bucket_size: Number of buckets.
         hash_key: Seed of the hash, from 0 to `2**64 - 1`. None: a fixed seed.
 

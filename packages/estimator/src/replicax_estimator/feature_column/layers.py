@@ -35,7 +35,7 @@ class _ColumnsLayer(keras.layers.Layer):
     """Base class of layers of columns, which it sorts by name as TF does."""
 
     def __init__(self, columns: Columns, **kwargs: Any) -> None:
-        # Boundaries and ids need float32.
+        # Autocasting would round the boundaries of buckets to bfloat16.
         super().__init__(autocast=False, **kwargs)
         caller = type(self).__name__
         listed = as_columns(columns, caller)

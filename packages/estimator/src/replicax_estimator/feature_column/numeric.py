@@ -241,5 +241,4 @@ def bucketized_column(
             "bucketized_column: boundaries must be a list of numbers; got "
             f"{boundaries!r}."
         )
-    edges = tuple(array.astype(float).tolist())
-    return BucketizedColumn(source_column, edges)
+    return BucketizedColumn(source_column, tuple(array.astype(float).tolist()))
