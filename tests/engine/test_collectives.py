@@ -35,7 +35,7 @@ def program_text(strategy: rx.Strategy, x: np.ndarray) -> str:
     """The program of `all_reduce` as XLA compiled it."""
     all_reduce(strategy, x)
     (program,) = strategy.runner.programs
-    return program._jitted.lower([], [], (x,)).compile().as_text() or ""
+    return program.lower([], [x]).compile().as_text() or ""
 
 
 def collectives(text: str) -> dict[str, Groups]:

@@ -49,15 +49,8 @@ def flops(strategy: rx.Strategy, step: Callable[..., Any], args: Any) -> float:
     """Of the compiled program, after XLA has merged what is computed twice."""
     strategy.run(step, args)
     program = list(strategy.runner.programs)[-1]
-    inputs = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-        (
-            [v.value for v in program.written],
-            [v.value for v in program.variables[len(program.written) :]],
-            args,
-        ),
-    )
-    return program._jitted.lower(*inputs).compile().cost_analysis()["flops"]
+    lowered = program.lower([v.value for v in program.inputs], args)
+    return lowered.compile().cost_analysis()["flops"]
 
 
 def dense(sizes: tuple[int, ...]) -> list[keras.layers.Layer]:
