@@ -45,6 +45,10 @@ def test_datasets_and_functions_with_and_without_a_context():
     assert dataset_maker(lambda: [2], lambda: context)() == [2]
     assert dataset_maker(lambda x=5: [x], lambda: context)() == [5]
     assert dataset_maker(lambda c: [c.input_pipeline_id], lambda: context)() == [2]
-    wrapped = functools.lru_cache(lambda c: [c.num_input_pipelines])
-    assert dataset_maker(wrapped, lambda: context)() == [3]
+
+    @functools.wraps(lambda c: None)
+    def wrapper(*args):
+        return [args[0].num_input_pipelines]
+
+    assert dataset_maker(wrapper, lambda: context)() == [3]
     assert dataset_maker(lambda *args: [*args], lambda: context)() == []
