@@ -119,14 +119,14 @@ def test_reminders_come_early_then_every_ten_seconds(
 
 def test_a_wait_ends_with_the_first_result(clock: Clock) -> None:
     answers = iter([None, None, None, None, 0])
-    announced = wait_for(
+    result = wait_for(
         lambda: next(answers),
         60,
         late=lambda: pytest.fail("too early"),
         pauses=(1.0, 1.5),
         sleep=clock.sleep,
     )
-    assert announced == 0
+    assert result == 0
     assert clock.pauses == [1, 1.25, 1.5, 1.5]
 
 

@@ -207,20 +207,6 @@ def pairs(batches):
     return ((x, x[:, :1]) for x in batches)
 
 
-class Steps(keras.callbacks.Callback):
-    """The number of steps of each epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = []
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.numbers.append(0)
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.numbers[-1] += 1
-
-
 def off(strategy, make, **options):
     return strategy.experimental_distribute_dataset(
         make, auto_shard_policy=rx.AutoShardPolicy.OFF, **options
@@ -228,17 +214,22 @@ def off(strategy, make, **options):
 
 
 def fitted(strategy, dataset, epochs):
+    """Train a model; return the number of steps of each epoch."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(1e-6), "mse")
-    steps = Steps()
-    model.fit(dataset, epochs=epochs, shuffle=False, callbacks=[steps], verbose=0)
+    numbers = []
+    count = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: numbers.append(0),
+        on_train_batch_end=lambda batch, logs: numbers.append(numbers.pop() + 1),
+    )
+    model.fit(dataset, epochs=epochs, shuffle=False, callbacks=[count], verbose=0)
     strategy.check_replicas(model.variables)
-    return steps.numbers
+    return numbers
 
 
 def looped(strategy, dataset, stop_after=None):
-    """The mean of each batch over both workers, which takes a collective."""
+    """Return each batch's mean over both workers, which a collective computes."""
     means = []
     for batch in dataset:
         mean = strategy.run(lambda x: x.mean(), (batch,))
@@ -257,7 +248,7 @@ def error_of(call):
 
 
 def left_early(strategy):
-    """Loops that end at once, or where one worker reads further ahead than others."""
+    """Loops that are left early, on one worker after more batches than on the other."""
     index = strategy.workers.index
     dataset = off(strategy, lambda: rows(index, 9))
     iterator = iter(dataset)
@@ -269,7 +260,7 @@ def left_early(strategy):
 
 
 def other_images(strategy):
-    """Of each way to read: what is said when images differ and labels are equal."""
+    """Return the errors of all ways to read data with other images on each worker."""
     images = np.random.default_rng(strategy.workers.index).random((16, 3), "float32")
     labels = np.ones((16, 1), "float32")
 
