@@ -50,7 +50,7 @@ class Wrap:
 
     @property
     def keys(self) -> list[str]:
-        """The names after the last part of the path: `"Model.fit"`."""
+        """The names of the hooks, such as `"Model.fit"` for `keras.Model`."""
         return [f"{self.path.rpartition('.')[2]}.{name}" for name in self.names]
 
     def find_owner(self) -> Any:
@@ -246,8 +246,7 @@ def _difference(wrap: Wrap, name: str, hook: Hook) -> str | None:
 def _takes_calls_of(hook: Hook, signature: inspect.Signature) -> bool:
     """Whether a hook accepts all calls of a function.
 
-    Its parameters must have the function's names, in the same order; the name of `self`
-    does not matter.
+    The hook's parameters must have the function's names and order, except for `self`.
     """
     own = list(inspect.signature(hook).parameters.values())
     own = own[1:] if own[0].name == "original" else own

@@ -324,7 +324,7 @@ class DistributedDataset(DistributedInput):
                 yield split_global_batch(batch, num_replicas, policy)
 
     def _pieces(self, source: Iterable[PyTree], shard: InputShard) -> Generator[PyTree]:
-        """Cut global batches of a worker's own data into its parts of a step."""
+        """Cut each global batch of a worker's own data into `num_pieces` steps."""
         for batch in source:
             size = -(-_size(batch) // shard.num_pieces)
             for start in range(0, _size(batch), size):

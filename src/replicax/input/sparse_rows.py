@@ -37,8 +37,8 @@ class SparseRows:
         columns: The entries' indices in the sparse dimensions 1 to `s - 1`.
         starts: `[B + 1]`; the entries of row `i` are `starts[i]:starts[i + 1]`.
         shape: Shape of the array.
-        is_sorted: As `BCOO.indices_sorted`.
-        is_unique: As `BCOO.unique_indices`.
+        is_sorted: The value for `BCOO.indices_sorted`.
+        is_unique: The value for `BCOO.unique_indices`.
         capacity: Replicas pad their rows to at least this number of entries.
     """
 
@@ -206,7 +206,7 @@ def is_sparse(value: object) -> bool:
 
 
 def is_one_array(value: object) -> bool:
-    """Whether `value` is one array to the user although JAX may flatten it."""
+    """Whether `value` is a sparse or composite array: one leaf of a batch here."""
     return is_composite(value) or is_foreign(value)
 
 
