@@ -13,6 +13,7 @@ from flax import nnx
 
 import replicax as rx
 import replicax.testing
+from replicax.jax_loops import watched
 from replicax.testing import Results
 
 STEP_S = 4.0
@@ -82,6 +83,15 @@ def test_what_is_refused() -> None:
             transformed(1.0)
     with pytest.raises(ValueError, match="CentralStorageStrategy keeps variables"):
         rx.CentralStorageStrategy(["cpu:0"]).watch(make_step())
+
+
+def test_transformations_are_known_when_asked_inside_first() -> None:
+    watched._eager_trace_type.cache_clear()
+    seen = []
+    jax.jit(lambda: seen.append(watched.is_eager()))()
+    jax.grad(lambda x: seen.append(watched.is_eager()) or x)(1.0)
+    assert seen == [False, False]
+    assert watched.is_eager()
 
 
 def test_steps_of_several_threads() -> None:

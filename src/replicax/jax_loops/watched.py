@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import jax
@@ -116,8 +117,8 @@ def is_eager() -> bool:
 @functools.cache
 def _eager_trace_type() -> type:
     """The type of JAX's trace outside of transformations, which has no public name."""
-    with jax.ensure_compile_time_eval():
-        return type(find_top_trace(()))
+    with ThreadPoolExecutor(1) as pool:  # A new thread is in no transformation.
+        return type(pool.submit(find_top_trace, ()).result())
 
 
 def require_eager(caller: str) -> None:
