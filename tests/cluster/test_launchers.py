@@ -31,7 +31,7 @@ history = model.fit(x, np.ones((8, 1), "float32"), batch_size=8, epochs=2, verbo
 print(
     f"RESULT {strategy.task_type} {strategy.task_id} {strategy.num_workers} "
     f"{strategy.num_replicas_in_sync} {history.history['loss'][-1]:.5f} "
-    f"{strategy.cluster_resolver.environment or 'none'}",
+    f"{strategy.cluster_resolver.environment or 'none'} ",
     flush=True,
 )
 """

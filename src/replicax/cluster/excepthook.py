@@ -6,7 +6,7 @@ from types import TracebackType
 
 import jax
 
-from replicax.cluster.failure import ExitCode, FailureReport, end_process, report_of
+from replicax.cluster.failure import FailureReport, end_process, report_of
 from replicax.cluster.store import StoreError
 from replicax.cluster.watch import Watch
 from replicax.cluster.workers import Workers
@@ -28,7 +28,10 @@ def retry_if_not_caught(name: str) -> None:
     ) -> None:
         previous(kind, error, trace)
         if isinstance(error, ClusterError):
-            end_process(_retry_report(name, None, "start-up", error, {}))
+            report = FailureReport(
+                task=name, culprit=None, kind="start-up", message=str(error)
+            )
+            end_process(report)
 
     sys.excepthook = hook
 
@@ -53,30 +56,20 @@ def report_exceptions(members: Workers, watch: Watch) -> None:
         previous(kind, error, trace)
         if isinstance(error, ClusterError) and error.culprit is not None:
             # The culprit prints its own stack; this worker's stack is above.
-            watch.fail(_retry_report(name, error.culprit, "stuck", error, watch.steps))
+            report = FailureReport(
+                task=name,
+                culprit=error.culprit,
+                kind="stuck",
+                message=str(error),
+                steps=watch.steps,
+            )
+            watch.fail(report)
         steps = watch.steps
         watch.fail(
             report_of(name, error, trace, steps=steps, about_a_peer=about_a_peer)
         )
 
     sys.excepthook = hook
-
-
-def _retry_report(
-    task: str,
-    culprit: str | None,
-    kind: str,
-    error: BaseException,
-    steps: dict[str, int],
-) -> FailureReport:
-    return FailureReport(
-        task=task,
-        culprit=culprit,
-        kind=kind,
-        message=str(error),
-        exit_code=int(ExitCode.RETRY),
-        steps=steps,
-    )
 
 
 def _is_about_a_peer(error: BaseException) -> bool:

@@ -97,7 +97,7 @@ class FailureReport:
         message: The cause, in full sentences.
         traceback: The culprit's traceback; None: unknown.
         steps: The last known step of each task.
-        exit_code: The status with which the task exits.
+        exit_code: The status with which the task exits; retryable by default.
         time: The time at which the task noticed the failure, in seconds since 1970.
     """
 
@@ -105,7 +105,7 @@ class FailureReport:
     culprit: str | None
     kind: str
     message: str
-    exit_code: int
+    exit_code: int = int(ExitCode.RETRY)
     traceback: str | None = None
     steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
     time: float = dataclasses.field(default_factory=time.time)

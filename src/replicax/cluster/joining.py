@@ -15,7 +15,7 @@ from replicax._util.listing import listed
 from replicax._util.waiting import wait_for
 from replicax.cluster import coordination_service, excepthook, workers
 from replicax.cluster.addresses import parse_address
-from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.failure import FailureReport
 from replicax.cluster.listening import host_to_bind, set_gloo_address
 from replicax.cluster.rendezvous import await_workers
 from replicax.cluster.spec import ClusterSpec, Task
@@ -199,7 +199,6 @@ def _leave(members: Workers, watch: Watch) -> None:
                 message=f"{listed(late_workers)} did not come to the end of the script"
                 f" within {members.timeouts.shutdown:.0f} s "
                 "(rx.Timeouts(shutdown=...)).",
-                exit_code=int(ExitCode.RETRY),
                 steps=watch.steps,
             )
         )

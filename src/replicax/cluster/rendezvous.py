@@ -101,10 +101,8 @@ class _Register:
         hello: dict[str, Any],
         names: Sequence[str],
     ) -> None:
-        self._servers = servers
-        self._own = own
-        self._hello = hello
-        self._names = names
+        self._servers, self._own = servers, own
+        self._hello, self._names = hello, names
         self._unidentified: list[socket.socket] = []
         self._members: dict[int, tuple[socket.socket, str]] = {}
 

@@ -57,14 +57,12 @@ class TpuSlice:
             for a single host.
         index: This machine's index among these processes.
         num_slices: Number of slices that train together.
-        slice_index: This slice's index among the slices.
         name: The name of the TPU, `""` if unknown.
     """
 
     addresses: tuple[str, ...] = ()
     index: int = 0
     num_slices: int = 1
-    slice_index: int = 0
     name: str = ""
 
     @property
@@ -176,12 +174,9 @@ def skip_libtpu_without_chips(
 
 
 def _has_sign_of_tpu(environ: Mapping[str, str], devices: str = "/dev") -> bool:
-    named = any(
-        name.startswith(_TPU_PREFIXES) and name not in _LIBTPU_VARIABLES
-        for name in environ
-    )
+    variables = {name for name in environ if name.startswith(_TPU_PREFIXES)}
     files = [*Path(devices).glob("accel*"), *Path(devices).glob("vfio/[0-9]*")]
-    return is_tpu_vm() or named or bool(files)
+    return is_tpu_vm() or bool(variables.difference(_LIBTPU_VARIABLES) or files)
 
 
 def detect_slice(
@@ -222,12 +217,10 @@ def detect_slice(
             variables["TPU_NAME"] = variables.get("TPU_NAME") or ask("instance-id")
     port = _number(variables, "JAX_COORDINATOR_PORT", _PORT, 1, 65535)
     addresses = _addresses(hosts or "", port)
-    num_slices = _number(variables, "MEGASCALE_NUM_SLICES", 1, 1, 100_000)
     return TpuSlice(
         addresses=addresses,
         index=_index(index, addresses),
-        num_slices=num_slices,
-        slice_index=_number(variables, "MEGASCALE_SLICE_ID", 0, 0, num_slices - 1),
+        num_slices=_number(variables, "MEGASCALE_NUM_SLICES", 1, 1, 100_000),
         name=variables.get("TPU_NAME", ""),
     )
 

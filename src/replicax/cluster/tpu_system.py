@@ -113,7 +113,7 @@ def topology_of(devices: Sequence[Any]) -> Topology:
 def join_slice(
     resolver: TPUClusterResolver, timeouts: Timeouts, caller: str
 ) -> Workers:
-    """Join the processes of the slice's other hosts; return one worker on one host.
+    """Join the processes of the slice's other hosts; on one host, do nothing.
 
     For several slices JAX detects the hosts. For one slice the resolver provides them:
     JAX would first ask the metadata server about slices, for up to minutes.
@@ -223,15 +223,12 @@ def _search_report() -> str:
         libtpu = "not installed: pip install 'replicax[tpu]'"
     files = sorted(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
     values = {name: os.environ.get(name) for name in ("JAX_PLATFORMS", *VARIABLES)}
-    unset = [name for name, value in values.items() if not value]
-    signs = [
-        f"libtpu ({libtpu})",
-        f"chips ({', '.join(files) or 'no /dev/accel* or /dev/vfio/*'})",
-        *(f"{name}={value!r}" for name, value in values.items() if value),
-        f"{', '.join(unset)} (not set)",
-    ]
+    present = [f"{name}={value!r}; " for name, value in values.items() if value]
+    missing = [name for name, value in values.items() if not value]
     return (
-        f"Looked for: {'; '.join(signs)}. JAX_PLATFORMS must include 'tpu' or be "
+        f"Looked for: libtpu ({libtpu}); chips "
+        f"({', '.join(files) or 'no /dev/accel* or /dev/vfio/*'}); {''.join(present)}"
+        f"{', '.join(missing)} (not set). JAX_PLATFORMS must include 'tpu' or be "
         "unset. Run the script on a TPU VM, on each host of a slice at once. To "
         "develop without one: rx.set_logical_devices(8) and rx.MirroredStrategy(), or "
         "`replicax plan --topology v5e:2x4 train.py`."

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from replicax.cluster.dispatch_log import DispatchLog, Operation, OrderCheck
-from replicax.cluster.failure import ExitCode, FailureReport, end_process
+from replicax.cluster.failure import FailureReport, end_process
 from replicax.cluster.failure_detector import Heartbeat, Sign, judge
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
@@ -258,7 +258,6 @@ class Watch:
             kind="lost",
             message=f"the coordination service beside {first.full_name} has not "
             f"answered for {silent:.0f} s. Its machine or the network to it is down.",
-            exit_code=int(ExitCode.RETRY),
             steps=self.steps,
         )
 
