@@ -213,6 +213,38 @@ def differing_copies(strategy):
     }
 
 
+def differing_arguments(strategy):
+    """Arguments that all replicas get, but that each worker computes by itself."""
+    own = float(strategy.task_type == "worker")
+    many = np.arange(12.0, dtype="float32")
+
+    def error_for(rate, **state):
+        return error_of(
+            rx.ClusterMismatchError,
+            lambda: strategy.run(lambda rate, w: w["w"] * rate, (rate,), {"w": state}),
+        )
+
+    def step(w, rate):
+        return w * rate
+
+    w = strategy.run(step, (np.ones(3, "float32"), 1.0))
+    strategy.run(step, (w, 1.0))
+    return {
+        "number": error_for(0.5 + own, w=many),
+        "NumPy": error_for(0.5, w=np.float32([1, own])),
+        "JAX": error_for(0.5, w=jax.numpy.float32([1, own])),
+        "many": error_for(0.5, w=many + own * (many == 7)),
+        "key": error_of(
+            rx.ClusterMismatchError,
+            lambda: strategy.run(jax.random.bits, (jax.random.key(int(own)),)),
+        ),
+        "every step": error_of(
+            rx.DivergenceError, lambda: strategy.run(step, (w, 2.0 + own))
+        ),
+        "rounded": error_for(0.1 + own * 1e-12, w=many),
+    }
+
+
 def freed_on_one_worker():
     """Checks after Python has freed a variable on one worker only, as it may."""
     strategy = rx.MultiWorkerMirroredStrategy()
@@ -271,6 +303,7 @@ def everything():
     results["masks"] = dropout_masks(strategy)
     checking = rx.MultiWorkerMirroredStrategy(check_replicas_every=1)
     results["differing"] = differing_copies(checking)
+    results["arguments"] = differing_arguments(checking)
     results["freed on one"] = freed_on_one_worker()
     ring = rx.experimental.CollectiveCommunication.RING
     old = rx.experimental.MultiWorkerMirroredStrategy(ring)
@@ -438,6 +471,33 @@ def test_copies_that_differ_are_found_on_all_workers(tasks):
         assert "the variables' values (their checksums), entry 0" in message
         assert "on chief:0" in message
         assert "on worker:0" in message
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("case", "name", "values"),
+    [
+        ("number", "args[0]", ["0.5", "1.5"]),
+        ("NumPy", "kwargs['w']['w']", ["[1.0, 0.0]", "[1.0, 1.0]"]),
+        ("JAX", "kwargs['w']['w']", ["[1.0, 0.0]", "[1.0, 1.0]"]),
+        ("many", "kwargs['w']['w']", ["float32[12] with checksum"]),
+        ("key", "args[0]", ["key<fry>[] with checksum"]),
+    ],
+)
+def test_arguments_that_differ_are_named(tasks, case, name, values):
+    for task in ("chief:0", "worker:0"):
+        message = tasks[task]["arguments"][case]
+        assert f"an argument that all replicas get, {name} is" in message
+        for value in ["on chief:0", "on worker:0", *values]:
+            assert value in message
+
+
+@pytest.mark.multiprocess
+def test_arguments_of_later_steps_are_compared_with_the_copies(tasks):
+    for task in ("chief:0", "worker:0"):
+        found = tasks[task]["arguments"]
+        assert "args[1] on replicas [2, 3]" in found["every step"]
+        assert found["rounded"] == "no error"  # Equal in float32.
 
 
 @pytest.mark.multiprocess

@@ -111,6 +111,7 @@ class Program:
         self.facts = self._options.facts
         self.operation = Operation(self.name, b"", self._options.num_steps or 1)
         self._donated = arguments.numbers_in(self._options.donated)
+        self._arguments = arguments
         self._step = ReplicaStep(fn, group, arguments, self._options, self.name)
         self.deferred_updates: list[Update] = []
         if self._options.variables is None or self._step.divides_updates:
@@ -136,6 +137,11 @@ class Program:
         """The variable that keeps the program alive in the cache: a weight, if any."""
         weights = [v for v in self.variables if v.trainable]
         return next(reversed(weights or self.variables), None)
+
+    @property
+    def mirrored_arguments(self) -> dict[int, str]:
+        """The names of arguments that every replica gets whole; `{}` until traced."""
+        return self._arguments.mirrored
 
     @property
     def trains(self) -> bool:

@@ -5,7 +5,7 @@ import enum
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -45,6 +45,7 @@ __all__ = [
     "Placeholder",
     "ResultStructure",
     "are_of_rows",
+    "argument_name",
     "flatten_call",
     "num_rows_of",
     "require_rows",
@@ -88,6 +89,10 @@ class Arguments:
         structure: Tree structure of `(args, kwargs)`.
         kinds: The kind of each leaf.
         statics: The values of the STATIC leaves, in order.
+
+    Attributes:
+        mirrored: The names of the arrays that every replica gets whole, by number, such
+            as `"args[0]['w']"`; empty until the arguments are rebuilt.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Arguments:
         statics: Sequence[object] = (),
     ) -> None:
         self.statics = tuple(statics)
+        self.mirrored: dict[int, str] = {}
         self._structure = structure
         self._kinds = tuple(kinds)
         self._array_kinds = [kind for kind in kinds if kind is not Kind.STATIC]
@@ -148,7 +154,25 @@ class Arguments:
                 leaves.append(next(rest)[0])
             else:
                 leaves.append(next(rest))
-        return jax.tree.unflatten(self._structure, leaves)
+        call = jax.tree.unflatten(self._structure, leaves)
+        if not self.mirrored:
+            self.mirrored = self._mirrored_in(call)
+        return call
+
+    def _mirrored_in(self, call: PyTree) -> dict[int, str]:
+        # JAX warns of iterators, unless `is_leaf` says that they are leaves.
+        paths = jax.tree_util.tree_leaves_with_path(
+            call, is_leaf=lambda x: isinstance(x, Iterator)
+        )
+        pairs = zip(paths, self._kinds, strict=False)
+        arrays = (path for (path, _), kind in pairs if kind is not Kind.STATIC)
+        return {
+            number: argument_name(path)
+            for number, (path, kind) in enumerate(
+                zip(arrays, self._array_kinds, strict=False)
+            )
+            if kind is Kind.MIRRORED
+        }
 
     def bind(
         self, fn: Callable[..., PyTree], arrays: Sequence[jax.Array]
@@ -241,6 +265,11 @@ def flatten_call(
         make_arguments=lambda: Arguments(structure, kinds, statics),
         num_active=num_active_in(flat, "Strategy.run") if is_uneven else None,
     )
+
+
+def argument_name(path: Sequence[Any]) -> str:
+    """The name of an entry of `(args, kwargs)`: `args[0]`, or `kwargs['model']`."""
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(tuple(path[1:]))
 
 
 class _Key:

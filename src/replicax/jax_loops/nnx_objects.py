@@ -36,7 +36,7 @@ from replicax.engine.composites import is_key
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import Scope, current_context
-from replicax.engine.signature import Placeholder
+from replicax.engine.signature import Placeholder, argument_name
 from replicax.engine.values import is_per_replica
 from replicax.engine.variables import Variable
 
@@ -99,7 +99,7 @@ def take_apart(
     pairs, tree = jax.tree_util.tree_flatten_with_path(
         (args, kwargs), is_leaf=_is_object_or_tree
     )
-    roots = {_argument_name(path): x for path, x in pairs if _is_object(x)}
+    roots = {argument_name(path): x for path, x in pairs if _is_object(x)}
     if not roots:
         return None
     graphdef, _, leaves, contents = _flat(tuple(roots.values()))
@@ -118,11 +118,6 @@ def take_apart(
     flat = [next(placeholders) if _is_object(x) else x for _, x in pairs]
     args, kwargs = jax.tree.unflatten(tree, flat)
     return ObjectCall(objects, leaves, arrays, fn, args, kwargs)
-
-
-def _argument_name(path: Sequence[Any]) -> str:
-    """The name of an entry of `(args, kwargs)`: `args[0]`, or `kwargs['model']`."""
-    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(tuple(path[1:]))
 
 
 def _flat(objects: tuple[Any, ...]) -> tuple[Any, list[Any], list[Any], list[Any]]:

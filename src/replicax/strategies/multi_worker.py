@@ -28,7 +28,11 @@ from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.cluster.tpu_slice import TPUClusterResolver
 from replicax.cluster.tpu_system import join_slice
 from replicax.cluster.workers import Workers
-from replicax.engine.checks.consistency import local_checksums, synchronize_random_state
+from replicax.engine.checks.consistency import (
+    described_value,
+    local_checksums,
+    synchronize_random_state,
+)
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
 from replicax.engine.devices import Device, before_start, devices_of_one_kind
@@ -228,6 +232,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         with Announced(f"tracing {program.name}"):
             text = program.lower(values, arrays).as_text()
         facts["the compiled program (its digest)"] = digest(text)
+        mirrored = program.mirrored_arguments.items()
+        facts["the value of an argument that all replicas get"] = {
+            name: described_value(arrays[number]) for number, name in mirrored
+        }
         new = [
             i
             for i, v in enumerate(program.variables)

@@ -24,7 +24,7 @@ from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.watch import Watch
 from replicax.engine import combine, device_put, threads
 from replicax.engine.cache import ProgramCache, unwrap_partial
-from replicax.engine.checks.consistency import require_equal
+from replicax.engine.checks.consistency import require_equal, require_equal_arguments
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.replay import is_tracing_step
@@ -190,15 +190,23 @@ class ProgramRunner:
         home = self._strategy.home
         if program.is_new and self._agree is not None:
             self._agree(program, internals.read_values(program.variables), arrays)
+        every = self._check_every if home.on_replicas else None
+        is_due = bool(every) and (self._num_steps + 1) % every == 0
+        if is_due and program.mirrored_arguments:  # Before, since they may be donated.
+            named = {x: arrays[i] for i, x in program.mirrored_arguments.items()}
+            self._note_check()
+            require_equal_arguments(self.group, named)
         out = self.dispatch(lambda: home.execute(program, arrays), program.operation)
         self._num_steps += 1
-        every = self._check_every if home.on_replicas else None
-        if every and self._num_steps % every == 0:
-            if self._workers.log is not None:
-                self._workers.log.note_in_script(_CHECK_REPLICAS)
+        if is_due:
+            self._note_check()
             new = internals.read_values(program.changed)
             require_equal(self.group, program.changed, new)
         return out
+
+    def _note_check(self) -> None:
+        if self._workers.log is not None:
+            self._workers.log.note_in_script(_CHECK_REPLICAS)
 
     def dispatch(self, call: Callable[[], T], operation: Operation | None = None) -> T:
         """Dispatch a program: serialized over all threads, noted for the order check.

@@ -326,15 +326,20 @@ def test_batch_statistics_are_averaged(strategy) -> None:
 
 def corrupt(variable: keras.Variable, replica: int) -> None:
     """Change one replica's copy in its lowest bit."""
-    copies = [np.array(s.data) for s in variable.value.addressable_shards]
+    variable._value = corrupted(variable.value, replica)
+
+
+def corrupted(array: jax.Array, replica: int) -> jax.Array:
+    """An array whose copy on one replica has another lowest bit."""
+    copies = [np.array(s.data) for s in array.addressable_shards]
     flat = copies[replica].reshape(-1).view("uint8")
     flat[0] ^= 1
-    variable._value = jax.make_array_from_single_device_arrays(
-        variable.value.shape,
-        variable.value.sharding,
+    return jax.make_array_from_single_device_arrays(
+        array.shape,
+        array.sharding,
         [
             jax.device_put(c, s.device)
-            for c, s in zip(copies, variable.value.addressable_shards, strict=True)
+            for c, s in zip(copies, array.addressable_shards, strict=True)
         ],
     )
 
@@ -377,6 +382,27 @@ def test_check_replicas_every_so_many_steps() -> None:
     strategy.run(step)
     with pytest.raises(rx.DivergenceError, match=r"'w' on replicas \[1\]"):
         strategy.run(step)
+
+
+def test_copies_of_arguments_are_checked_every_so_many_steps() -> None:
+    strategy = rx.MirroredStrategy(
+        ["cpu:0", "cpu:1"], replicas_per_device=2, check_replicas_every=2
+    )
+
+    def step(state: Any, rate: Any, key: Any, batch: Any) -> Any:
+        return {"w": state["w"] * rate}
+
+    rest = (0.5, jax.random.key(0), rx.PerReplica(np.ones(4)))
+    state = strategy.run(step, ({"w": np.ones(3, "float32")}, *rest))
+    for _ in range(3):
+        state = strategy.run(step, (state, *rest), donate=(0,))
+    state = {"w": corrupted(state["w"], 1)}
+    state = strategy.run(step, (state, *rest))
+    with pytest.raises(
+        rx.DivergenceError, match=r"args\[0\]\['w'\] on replicas \[2, 3\]\. "
+    ):
+        strategy.run(step, (state, *rest), donate=(0,))
+    assert not state["w"].is_deleted()
 
 
 def test_callbacks_can_be_allowed_by_a_reduction(strategy) -> None:

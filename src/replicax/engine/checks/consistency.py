@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,13 @@ import keras
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Wrapped
+from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util import random_state
 from replicax.cluster.workers import Workers
+from replicax.engine.composites import is_key
+from replicax.engine.device_put import laid_out
 from replicax.engine.empty_arrays import creating_empty_arrays
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.labels import Labels
@@ -22,11 +25,15 @@ from replicax.errors import ClusterMismatchError, DivergenceError
 
 __all__ = [
     "checksums_of_replicas",
+    "described_value",
     "local_checksums",
     "require_equal",
+    "require_equal_arguments",
     "synchronize_random_state",
     "variables_of_all_workers",
 ]
+
+_MOST_SHOWN = 8  # Elements of an argument whose values a message shows.
 
 
 def checksums_of_replicas(
@@ -73,6 +80,8 @@ def _checksums(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _checksum(array: jax.Array) -> jax.Array:
+    if is_key(array):
+        array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     if jnp.iscomplexobj(array):
@@ -109,24 +118,57 @@ def require_equal(
 
     A DivergenceError names the variables and replicas that differ.
     """
-    pairs = [
-        (v, x)
-        for v, x in zip(variables, values, strict=True)
-        if group.layouts.dim_of(v) is None
-    ]
+    pairs = zip(variables, values, strict=True)
+    _require_equal(
+        group,
+        [(repr(v.path), x) for v, x in pairs if group.layouts.dim_of(v) is None],
+    )
+
+
+def require_equal_arguments(
+    group: ReplicaGroup, arguments: Mapping[str, ArrayLike]
+) -> None:
+    """Compare the devices' copies of a call's arguments, by name; see `require_equal`.
+
+    Arguments that a single process copies to its own devices are equal.
+    """
+    placed = {
+        name: x
+        if isinstance(x, jax.Array)
+        else laid_out(np.asarray(jnp.asarray(x)), group.mirrored)
+        for name, x in arguments.items()
+        if group.holds(x) or group.spans_processes
+    }
+    _require_equal(group, [*placed.items()])
+
+
+def _require_equal(group: ReplicaGroup, pairs: Sequence[tuple[str, jax.Array]]) -> None:
     sums = checksums_of_replicas([x for _, x in pairs], group.mesh, group.axis.name)
     differing = np.flatnonzero((sums != sums[:1]).any(axis=0))
     if not differing.size:
         return
     places = "; ".join(
-        f"{pairs[i][0].path!r} on {_differing_replicas(group, sums[:, i])}"
+        f"{pairs[i][0]} on {_differing_replicas(group, sums[:, i])}"
         for i in differing.tolist()
     )
     raise DivergenceError(
         f"Strategy.check_replicas: copies differ from replica 0's: {places}. The "
         "replicas have drifted apart; restart from a checkpoint, and look for "
-        "host callbacks or random numbers outside Keras' SeedGenerator in the step."
+        "host callbacks or random numbers outside Keras' SeedGenerator in the step, "
+        "and for arguments that each worker computes by itself."
     )
+
+
+def described_value(value: ArrayLike) -> str:
+    """This process' copy of an argument: its values, or the checksum of many values."""
+    if isinstance(value, jax.Array):
+        array = value.addressable_shards[0].data
+    else:
+        array = jnp.asarray(value)  # In the dtype in which the program gets it.
+    kind = f"{array.dtype}{list(array.shape)}"
+    if array.size > _MOST_SHOWN or is_key(array):
+        return f"{kind} with checksum {int(_checksums([array])[0]):08x}"
+    return f"{kind} {np.asarray(array).tolist()}"
 
 
 def _differing_replicas(group: ReplicaGroup, checksums: np.ndarray) -> str:
