@@ -319,7 +319,41 @@ def test_the_optimizer_of_nnx(name: str, digits: Any, caplog: Any) -> None:
     expected = trained(rx.OneDeviceStrategy("cpu:0"), optax.adamw(0.01))
     params = trained(STRATEGIES[name](), rx.distributed(optax.adamw(0.01)))
     assert_equal_within(params, expected, 1e-4)
-    assert ("every replica holds the whole" in caplog.text) == is_sharded(name)
+    assert ("every replica makes the whole" in caplog.text) == is_sharded(name)
+
+
+def test_a_checkpoint_of_a_divided_state(tmp_path: Any) -> None:
+    def trained(strategy: Any, num_steps: int) -> Any:
+        with strategy.scope():
+            state = tx.init(PARAMS)
+        for grads in GRADS[:num_steps]:
+            parts = jax.tree.map(rx.PerReplica, grads)
+            _, state = strategy.run(tx.update, (parts, state))
+        return state
+
+    tx = rx.distributed(optax.adam(0.01))
+    state = trained(STRATEGIES["sharded update, 4"](), 2)
+    path = rx.Checkpoint(state=state).save(str(tmp_path / "state"))
+    restored = rx.Checkpoint(state=trained(STRATEGIES["sharded update, 4"](), 0))
+    restored.restore(path).assert_consumed()
+    assert_equal(whole(restored.state), whole(state))
+    two = rx.MirroredStrategy(["cpu:0", "cpu:1"], shard_update=True)
+    with pytest.raises(rx.CheckpointError, match="shape"):
+        rx.Checkpoint(state=trained(two, 0)).restore(path)
+
+
+def test_steps_are_accumulated_inside_or_around() -> None:
+    grads = {"w": np.array([[1.0, 2.0], [3.0, 6.0]], "float32")}
+    for tx in (
+        rx.distributed(optax.MultiSteps(optax.sgd(1.0), 2)),
+        optax.MultiSteps(rx.distributed(optax.sgd(1.0)), 2),
+    ):
+        state, parts = tx.init({"w": np.zeros(2, "float32")}), rx.PerReplica(grads["w"])
+        strategy = mirrored(2)
+        first, state = strategy.run(tx.update, ({"w": parts}, state))
+        second, state = strategy.run(tx.update, ({"w": parts}, state))
+        np.testing.assert_array_equal(first["w"], [0.0, 0.0])
+        np.testing.assert_array_equal(second["w"], [-2.0, -4.0])
 
 
 def test_a_whole_state_is_updated_whole_and_said_so(caplog: Any) -> None:
@@ -331,7 +365,7 @@ def test_a_whole_state_is_updated_whole_and_said_so(caplog: Any) -> None:
         updates, state = strategy.run(tx.update, (grads, state))
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((updates, state)))
     (record,) = caplog.records
-    assert "every replica holds the whole optimizer state" in record.getMessage()
+    assert "every replica makes the whole update" in record.getMessage()
 
 
 def test_what_is_refused() -> None:

@@ -289,6 +289,8 @@ def test_bad_arguments() -> None:
         rx.OptaxOptimizer(optax.adam(0.1), learning_rate=0.1)
     with pytest.raises(TypeError, match=r"must be an optax\.GradientTransformation"):
         rx.OptaxOptimizer("adam")
+    with pytest.raises(TypeError, match="combine gradients already"):
+        rx.OptaxOptimizer(rx.distributed(optax.adam(0.1)))
     weights = [keras.Variable(np.ones(3), name="a"), keras.Variable(1.0, name="b")]
     with pytest.raises(TypeError, match="needs extra arguments"):
         rx.OptaxOptimizer(optax.contrib.reduce_on_plateau()).build(weights)

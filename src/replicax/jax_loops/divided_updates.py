@@ -10,7 +10,7 @@ Legend: `R` replicas. The blocks of an array `[n, ...]` are `[n / R, ...]`.
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,15 +18,14 @@ import jax.core
 import numpy as np
 from jax import lax
 
-from replicax._util.types import PyTree, Shape
+from replicax._util.types import PyTree
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.replica import ReplicaContext
-from replicax.engine.scope import current_context
+from replicax.engine.scope import current_context, required_context
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.jax_loops.elementwise import mixing_operation, same_numbers
-from replicax.jax_loops.gradients import is_gradient_leaf, reduced
+from replicax.jax_loops.gradients import Dims, is_gradient_leaf, is_missing, reduced
 
 if TYPE_CHECKING:
     import optax
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["DividedState", "DividedUpdates"]
 
 _logger = logging.getLogger("replicax")
-
-Dims = tuple[int | None, ...]
 
 
 class DividedState:
@@ -57,22 +54,18 @@ class DividedState:
     def __repr__(self) -> str:
         return f"DividedState({self.inner!r})"
 
-    @classmethod
-    def unflattened(cls, dims: Dims, children: Iterable[PyTree]) -> "DividedState":
-        """Build a node; replicas without examples have updated their blocks, too."""
-        (inner,) = children
-        inner = jax.tree.map(
-            lambda x: PerReplica(x.array) if is_per_replica(x) else x,
-            inner,
-            is_leaf=is_per_replica,
-        )
-        return cls(inner, dims)
+
+def _of_all_replicas(value: PyTree) -> PyTree:
+    # Replicas without examples of the last batch have updated their blocks, too.
+    return PerReplica(value.array) if is_per_replica(value) else value
 
 
 jax.tree_util.register_pytree_with_keys(
     DividedState,
     lambda state: (((jax.tree_util.GetAttrKey("inner"), state.inner),), state.dims),
-    DividedState.unflattened,
+    lambda dims, children: DividedState(
+        jax.tree.map(_of_all_replicas, *children, is_leaf=is_per_replica), dims
+    ),
 )
 
 
@@ -100,7 +93,9 @@ class DividedUpdates:
         leaves = jax.tree.leaves(params, is_leaf=_is_nnx_variable)
         if any(isinstance(x, jax.core.Tracer) or _is_nnx_variable(x) for x in leaves):
             return self._tx.init(params)
-        return strategy.run(_init_here, (self._init_blocks, params))
+        return strategy.run(
+            lambda params: self._init_blocks(required_context(), params), (params,)
+        )
 
     def update(
         self,
@@ -127,8 +122,10 @@ class DividedUpdates:
             new, inner = self._tx.update(grads, whole, params, **extra_args)
             return new, DividedState(blocks.cut(inner, state.dims), state.dims)
         dims = blocks.dims_of(updates)
-        grads = reduced(context, self._caller, op, updates, blocks.dim_of)
-        grads = blocks.of_replica(grads, dims)
+        if context.strategy.group.num_per_device == 1:
+            grads = reduced(context, self._caller, op, updates, dims)
+        else:  # Sums are scattered over devices.
+            grads = blocks.cut(reduced(context, self._caller, op, updates), dims)
         params = blocks.cut(params, blocks.dims_of(params))
         new, inner = self._tx.update(grads, state.inner, params, **extra_args)
         return blocks.gathered(new, dims), DividedState(inner, state.dims)
@@ -138,10 +135,10 @@ class DividedUpdates:
         is_divided = context.strategy.group.divides_updates
         if is_divided and any(d is not None for d in _Blocks(context).dims_of(state)):
             self._log(
-                f"{self._caller}: every replica holds the whole optimizer state, but "
-                f"{context.strategy!r} shards such state. Call tx.init(params) "
-                "under `with strategy.scope():`, outside of jax.jit. (The state of "
-                "flax.nnx.Optimizer is not divided.)"
+                f"{self._caller}: every replica makes the whole update, though "
+                f"{context.strategy!r} shards optimizer state. Call tx.init(params) "
+                "under `with strategy.scope():`, outside of jax.jit. (Updates of "
+                "flax.nnx.Optimizer are always whole.)"
             )
 
     def _init_blocks(self, context: ReplicaContext, params: PyTree) -> PyTree:
@@ -164,31 +161,23 @@ class DividedUpdates:
         def update(updates: PyTree, inner: PyTree, params: PyTree) -> PyTree:
             return self._tx.update(updates, inner, params, **extra_args)
 
-        def blocks_of(updates: PyTree, params: PyTree) -> PyTree:
-            return (
-                blocks.cut(updates, blocks.dims_of(updates)),
-                blocks.cut(params, blocks.dims_of(params)),
-            )
-
         whole = jax.eval_shape(lambda x: blocks.gathered(x, state.dims), state.inner)
         of_wholes = jax.make_jaxpr(update)(updates, whole, params)
         mixing = mixing_operation(of_wholes)
         if mixing is not None:
             return mixing
-        grads, params = jax.eval_shape(blocks_of, updates, params)
-        of_blocks = jax.make_jaxpr(update)(grads, state.inner, params)
+        cut = jax.eval_shape(
+            lambda *trees: [blocks.cut(x, blocks.dims_of(x)) for x in trees],
+            updates,
+            params,
+        )
+        of_blocks = jax.make_jaxpr(update)(cut[0], state.inner, cut[1])
         return None if same_numbers(of_wholes, of_blocks) else "with an array's size"
 
     def _log(self, message: str) -> None:
         if message not in self._logged:
             self._logged.add(message)
             _logger.warning("%s", message)
-
-
-def _init_here(init: Callable[..., PyTree], params: PyTree) -> PyTree:
-    context = current_context()
-    assert context is not None  # `strategy.run` calls this.
-    return init(context, params)
 
 
 def _is_nnx_variable(value: object) -> bool:
@@ -201,52 +190,34 @@ class _Blocks:
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
-        group: ReplicaGroup = context.strategy.group
-        self._num_per_device = group.num_per_device
         # Replicas on one device have blocks of their own, too.
         self._layouts = dataclasses.replace(
-            group.layouts, num_devices=context.num_replicas_here
+            context.strategy.group.layouts, num_devices=context.num_replicas_here
         )
 
-    def dim_of(self, shape: Shape) -> int | None:
-        """The dimension along which an array is divided; None for small arrays."""
-        return self._layouts.dim_in(self._layouts.of_slot("", shape, "none"))
-
     def dims_of(self, tree: PyTree) -> Dims:
-        """`dim_of` of each leaf; None leaves count."""
-        leaves = jax.tree.leaves(tree, is_leaf=is_gradient_leaf)
+        """The dimension to divide of each leaf; None for small arrays and for None."""
+        layouts = self._layouts
         return tuple(
             None
-            if x is None or getattr(x, "dtype", None) == jax.dtypes.float0
-            else self.dim_of(np.shape(x))
-            for x in leaves
+            if is_missing(x)
+            else layouts.dim_in(layouts.of_slot("", np.shape(x), "none"))
+            for x in jax.tree.leaves(tree, is_leaf=is_gradient_leaf)
         )
 
     def cut(self, tree: PyTree, dims: Dims) -> PyTree:
         """This replica's blocks of whole arrays."""
-        return self._blocks(
-            tree, dims, self._context.replica_id_here, self._context.num_replicas_here
-        )
+        index, number = self._context.replica_id_here, self._context.num_replicas_here
 
-    def of_replica(self, tree: PyTree, dims: Dims) -> PyTree:
-        """This replica's blocks of its device's blocks."""
-        if self._num_per_device == 1:
-            return tree
-        index = self._context.replica_id_here % self._num_per_device
-        return self._blocks(tree, dims, index, self._num_per_device)
-
-    def gathered(self, tree: PyTree, dims: Dims) -> PyTree:
-        """The whole arrays, on every replica."""
-        return _map(lambda x, dim: self._context.all_gather(x, dim), tree, dims)
-
-    def _blocks(
-        self, tree: PyTree, dims: Dims, index: jax.Array, number: int
-    ) -> PyTree:
         def block(x: jax.Array, dim: int) -> jax.Array:
             size = x.shape[dim] // number
             return lax.dynamic_slice_in_dim(x, index * size, size, dim)
 
         return _map(block, tree, dims)
+
+    def gathered(self, tree: PyTree, dims: Dims) -> PyTree:
+        """The whole arrays, on every replica."""
+        return _map(self._context.all_gather, tree, dims)
 
 
 def _map(fn: Callable[[jax.Array, int], jax.Array], tree: PyTree, dims: Dims) -> PyTree:

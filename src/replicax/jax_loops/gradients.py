@@ -1,16 +1,18 @@
 """Combines a pytree of gradients over the replicas of a replica function."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
-from replicax._util.types import PyTree, Shape
+from replicax._util.types import PyTree
 from replicax.engine.checks.divergence import declare_mirrored
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.composites import is_composite
 from replicax.engine.replica import ReplicaContext
 
-__all__ = ["is_gradient_leaf", "reduced"]
+__all__ = ["Dims", "is_gradient_leaf", "is_missing", "reduced"]
+
+Dims = Sequence[int | None]
 
 
 def is_gradient_leaf(value: object) -> bool:
@@ -18,8 +20,9 @@ def is_gradient_leaf(value: object) -> bool:
     return value is None or is_composite(value)
 
 
-def _no_dim(_: Shape) -> None:
-    return None
+def is_missing(gradient: object) -> bool:
+    """Whether a leaf is None or JAX's empty gradient of integers (`float0`)."""
+    return getattr(gradient, "dtype", jax.dtypes.float0) == jax.dtypes.float0
 
 
 def reduced(
@@ -27,39 +30,23 @@ def reduced(
     caller: str,
     op: ReduceOp,
     updates: PyTree,
-    dim_of: Callable[[Shape], int | None] = _no_dim,
+    dims: Dims | None = None,
 ) -> PyTree:
     """Combine gradients over the replicas that count, as `optimizer.apply` does.
-
-    None, and JAX's empty gradients of integers (`float0`), stay as they are.
 
     Args:
         context: The replica context.
         caller: The function that messages name.
         op: How gradients are combined.
-        updates: A pytree of this replica's gradients; sparse ones become dense.
-        dim_of: Maps a gradient's shape to the dimension along which its sum is
-            scattered over the devices; None: every device gets the whole sum.
+        updates: A pytree of this replica's gradients; missing ones stay as they are.
+        dims: For each leaf, the dimension along which its sum is scattered over the
+            devices; None: every device gets the whole sum.
     """
     leaves, structure = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
-    kept = [x if _is_empty(x) else None for x in leaves]
-    grads = [None if _is_empty(x) else x for x in leaves]
-    dims = [None if x is None else dim_of(tuple(x.shape)) for x in grads]
+    grads = [None if is_missing(x) else x for x in leaves]
+    dims = dims or [None] * len(leaves)
     combined = context.reduced_gradients(caller, op, grads, dims)
     return structure.unflatten(
-        x if own is None else own
-        for x, own in zip(_declared(combined, dims), kept, strict=True)
+        own if x is None else declare_mirrored(x) if dim is None else x
+        for own, x, dim in zip(leaves, combined, dims, strict=True)
     )
-
-
-def _is_empty(gradient: object) -> bool:
-    return getattr(gradient, "dtype", None) == jax.dtypes.float0
-
-
-def _declared(
-    combined: Sequence[jax.Array | None], dims: Sequence[int | None]
-) -> list[jax.Array | None]:
-    return [
-        declare_mirrored(x) if dim is None else x
-        for x, dim in zip(combined, dims, strict=True)
-    ]

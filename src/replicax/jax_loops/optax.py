@@ -12,7 +12,7 @@ from replicax.jax_loops.gradients import reduced
 if TYPE_CHECKING:
     import optax
 
-__all__ = ["Transformation", "as_transformation", "distributed"]
+__all__ = ["Transformation", "as_transformation", "distributed", "is_distributed"]
 
 _CALLER = "rx.distributed"
 
@@ -105,6 +105,11 @@ def distributed(
         return tx.update(updates, state, params, **extra_args)
 
     return type(tx)(init, update)
+
+
+def is_distributed(tx: Transformation) -> bool:
+    """Whether `distributed` returned `tx`."""
+    return tx.update.__module__ == __name__
 
 
 def as_transformation(

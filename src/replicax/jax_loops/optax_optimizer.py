@@ -1,6 +1,5 @@
 """`OptaxOptimizer`: an Optax transformation as an optimizer for Keras models."""
 
-import collections
 import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +17,7 @@ from replicax._private.keras import (
 )
 from replicax._util.types import PyTree, Shape
 from replicax.engine.composites import is_key
-from replicax.jax_loops.optax import Transformation, as_transformation
+from replicax.jax_loops.optax import Transformation, as_transformation, is_distributed
 
 if TYPE_CHECKING:
     import optax
@@ -44,8 +43,8 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
 
     Args:
         tx: The transformation, such as `optax.adamw(1e-3)`. It must not ask for extra
-            arguments of `update`. Do not wrap it in `rx.distributed`: Keras optimizers
-            combine gradients already.
+            arguments of `update`, and not be wrapped in `rx.distributed`: Keras
+            optimizers combine gradients already.
         name: Name of the optimizer.
         options: Keras' options for all optimizers: `clipnorm`, `clipvalue`,
             `global_clipnorm`, `use_ema`, `ema_momentum`, `ema_overwrite_frequency`,
@@ -83,6 +82,11 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         # A callable, so that Keras makes no variable for a rate.
         super().__init__(learning_rate=_UnknownRate, name=name, **options)
         self._tx = as_transformation(tx, "OptaxOptimizer")
+        if is_distributed(self._tx):
+            raise TypeError(
+                "OptaxOptimizer: tx is a result of rx.distributed, but Keras "
+                "optimizers combine gradients already. Pass the transformation itself."
+            )
         self._keys: list[str] = []
         self._key_impls: list[str | None] = []  # Of the leaves that are random keys.
         self._slots: list[keras.Variable] = []
@@ -93,9 +97,16 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        self._keys = _distinct([v.path for v in variables])
+        paths = [v.path for v in variables]
+        self._keys = [
+            path if paths.index(path) == i else f"{path}:{i}"
+            for i, path in enumerate(paths)
+        ]
         by_key = dict(zip(self._keys, variables, strict=True))
-        shapes = {k: _shape_of(v) for k, v in by_key.items()}
+        shapes = {
+            k: jax.ShapeDtypeStruct(tuple(v.shape), stored_dtype(v))
+            for k, v in by_key.items()
+        }
         impls = self._key_impls
 
         def init(params: PyTree) -> PyTree:
@@ -198,23 +209,17 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         variable = self._rate()
         if variable is None:
             raise _UnknownRate(self).error()
-        if callable(value):
-            raise TypeError(
-                f"{self.name}: learning_rate is set to {value!r}, expected a number. A "
-                "schedule is an argument of the transformation: optax.adam(schedule)."
-            )
         variable.assign(value)
 
     def _rate(self) -> keras.Variable | None:
         """The variable of a rate that `optax.inject_hyperparams` reads, if any."""
         indices: PyTree = self._structure.unflatten(range(len(self._slots)))
         nodes: list[Any] = jax.tree.leaves(indices, is_leaf=_is_injected)
-        nodes = [x for x in nodes if _is_injected(x)]
-        injected = [x for x in nodes if "learning_rate" in x.hyperparams]
+        nodes = [x for x in nodes if _is_injected(x) and _RATE in x.hyperparams]
         # A schedule would overwrite a value that is set.
-        if len(injected) != 1 or "learning_rate" in injected[0].hyperparams_states:
+        if len(nodes) != 1 or _RATE in nodes[0].hyperparams_states:
             return None
-        index: int = injected[0].hyperparams["learning_rate"]
+        index: int = nodes[0].hyperparams[_RATE]
         return self._slots[index]
 
     def get_config(self) -> dict[str, Any]:
@@ -222,16 +227,16 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         if type(self) is OptaxOptimizer:
             raise NotImplementedError(
                 f"{self.name}: an Optax transformation cannot be written to a file. "
-                "Save model.save_weights(path) or rx.Checkpoint(model=model), which "
-                "has the optimizer state, too. To save whole models, write a subclass "
-                "that makes its transformation in __init__(self, learning_rate=1e-3, "
-                "**options), returns {'learning_rate': ..., **super().get_config()} "
-                "from get_config, and is registered with "
-                "keras.saving.register_keras_serializable()."
+                "Save model.save_weights(path), or rx.Checkpoint(model=model), which "
+                "has the optimizer state. To save whole models, register a subclass "
+                "with keras.saving.register_keras_serializable() that makes its "
+                "transformation from numbers in __init__, and returns these, and "
+                "super().get_config(), from get_config."
             )
         return {"name": self.name} | {x: getattr(self, x) for x in _OPTIONS}
 
 
+_RATE = "learning_rate"
 _OPTIONS = (
     "clipnorm",
     "clipvalue",
@@ -305,12 +310,8 @@ class _FirstState:
         return initializer
 
 
-def _shape_of(variable: keras.Variable) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(variable.shape), stored_dtype(variable))
-
-
 def _is_injected(state: object) -> bool:
-    return hasattr(state, "hyperparams_states") and hasattr(state, "hyperparams")
+    return hasattr(state, "hyperparams_states")
 
 
 def _stored(leaf: jax.Array) -> jax.Array:
@@ -329,13 +330,3 @@ def _restored(value: jax.Array, impl: str | None) -> jax.Array:
 def _name_of(path: tuple[Any, ...]) -> str:
     name = jax.tree_util.keystr(path, simple=True, separator="_")
     return name.replace("/", "_") or "state"
-
-
-def _distinct(paths: Sequence[str]) -> list[str]:
-    """Paths that are keys: a repeated one gets a number."""
-    numbers: collections.Counter[str] = collections.Counter()
-    keys = []
-    for path in paths:
-        numbers[path] += 1
-        keys.append(path if numbers[path] == 1 else f"{path}:{numbers[path]}")
-    return keys
