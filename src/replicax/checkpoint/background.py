@@ -27,7 +27,7 @@ _WRITE = (
 """A program that reads a checkpoint from standard input and writes it to disk."""
 
 _unread: set["BackgroundSave"] = set()
-"""Saves without a call of `error`: the exit of the process reports their errors."""
+"""Saves whose `error` was not called: process exit reports their errors."""
 
 
 class BackgroundSave:

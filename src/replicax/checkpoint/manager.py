@@ -117,7 +117,7 @@ class CheckpointManager:
         """Paths of the complete checkpoints, the newest last.
 
         A single process first waits for a save in progress. In a cluster, the list
-        includes a save after the next call of `save`, `wait` or `close`.
+        includes a save only after the next call of `save`, `wait` or `close`.
         """
         if self._worker.count == 1:
             self._await_save()

@@ -39,8 +39,8 @@ class SidecarEvaluator:
         log_dir: Folder of `metrics.jsonl`, which gets a line for each evaluation;
             defaults to `eval` beside `checkpoint_dir`.
         checkpoint_name: Beginning of the checkpoints' names.
-        timeouts: How long to wait for the next checkpoint: `checkpoint`. Defaults to
-            `rx.Timeouts()`.
+        timeouts: `timeouts.checkpoint` is the longest wait for the next checkpoint.
+            Defaults to `rx.Timeouts()`.
 
     Raises:
         TypeError: If an argument has the wrong type.

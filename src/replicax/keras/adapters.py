@@ -74,7 +74,7 @@ _adapter_of_keras: Callable[..., DataAdapterLike] = get_data_adapter
 
 
 class _GrainAdapter(GrainDatasetAdapter):
-    """Keras' adapter of a Grain dataset, in another order in each iteration.
+    """Reads a Grain dataset, in another order in each iteration.
 
     Attributes:
         iteration: The number of the next iteration.
@@ -186,7 +186,7 @@ class LazyBatch:
 def make_lazy(adapter: PyTree) -> None:
     """Make an adapter of arrays in memory yield a `LazyBatch` for each batch.
 
-    The order of the rows stays. Other adapters are left alone.
+    The order of the rows and other adapters do not change.
     """
     if is_array_adapter(adapter):
         replace_iterator(adapter, _lazily)
@@ -220,7 +220,7 @@ def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
 
 
 def _rows_of(sliceable: PyTree) -> PyTree:
-    """Return a sparse array as a row array, and any other sliceable as it is.
+    """Convert a sparse array to `SparseRows`; return another sliceable unchanged.
 
     Keras would make JAX arrays whose shapes differ from batch to batch.
     """

@@ -166,7 +166,7 @@ def _stacked(chunk: list[PyTree]) -> tuple[PyTree, list[PyTree]] | None:
 
 
 def _stacked_leaf(column: list[PyTree]) -> PyTree:
-    """A leaf of several batches, `[steps, B, ...]`; row arrays stay a list."""
+    """A leaf of several batches, `[steps, B, ...]`; `SparseRows` stay a list."""
     if isinstance(column[0], SparseRows):
         return column
     if is_key(column[0]):
@@ -266,9 +266,9 @@ class _Placing:
     def _divided(
         self, flat: list[PyTree], structure: PyTree, num_steps: int | None
     ) -> tuple[list[PyTree], PyTree, tuple[Kind, ...]]:
-        """Divide those leaves that are row arrays, or lists of them, over the replicas.
+        """Divide `SparseRows` among the leaves, or lists of them, over the replicas.
 
-        A row array becomes its component arrays, with a leading dimension of replicas.
+        Each becomes its component arrays, with a leading dimension of replicas.
         """
         kinds: list[Kind] = []
         arrays: list[PyTree] = []
@@ -293,7 +293,7 @@ class _Placing:
         return arrays, structure, tuple(kinds)
 
     def _parted(self, steps: list[PyTree]) -> list[PyTree]:
-        """A row array of each step, divided between this process' replicas."""
+        """The `SparseRows` of each step, divided between this process' replicas."""
         group = self._group
         number = group.num_local if self._local else self._num_replicas
         divided = [x.divided(number) for x in steps]
@@ -344,4 +344,4 @@ def _num_rows(batch: PyTree, flat: list[PyTree], caller: str) -> int:
     sizes = {np.shape(x)[:1] for x in flat}
     if len(sizes) == 1 and () not in sizes:
         return sizes.pop()[0]
-    return leading_size(batch, caller)  # It raises.
+    return leading_size(batch, caller)  # It raises: the leaves differ.

@@ -247,7 +247,7 @@ def _compile(
 
 
 def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Read or save a layer's variables: all values are those after one step."""
+    """Read or save a layer's variables, with the values after one and the same step."""
     if threads.is_alone() or other_values() is not None:
         return original(*args, **kwargs)
     layer, *_ = (*args, *kwargs.values())

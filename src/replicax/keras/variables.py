@@ -221,7 +221,7 @@ def init_variable(
                 begin_with_layout(original, variable, kwargs, layout)
     original(variable, initializer, shape, dtype, *args, **kwargs)
     if reuse is not None and not has_value(variable) and not reuse(variable):
-        forget_uninitialized(variable)  # It stands for an earlier one.
+        forget_uninitialized(variable)  # An earlier variable takes its place.
     if reference is not None and strategy is not None:
         set_reference(variable, reference)
         strategy.home.own(variable)

@@ -40,8 +40,8 @@ class Report(LateCallback):
             folders are created.
         diagnosis: Whether to measure communication and program starts after training,
             and to print a line with examples per second, the parts of a step's time,
-            and the first thing to change. The chief's value decides. None: if
-            `verbose` is not 0.
+            and the first thing to change. All workers use the chief's value. None:
+            only if `verbose` is not 0.
 
     Raises:
         ValueError: If `path` is a folder, or names no file.

@@ -1,8 +1,7 @@
 """Computes charts of curves over epochs: SVG paths, axis labels, and a description.
 
-The plot stretches to the page's width. Its labels are HTML around the SVG, so they keep
-the size of other text. No plotting library adapts its pictures to the page's width and
-dark colors.
+The plot stretches to the page's width; its labels are HTML around the SVG, so they keep
+the size of other text.
 """
 
 import dataclasses

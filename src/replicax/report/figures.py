@@ -14,9 +14,9 @@ _MAX_WORKER_CURVES = 6
 
 
 class _EpochPositions:
-    """Positions of epochs on the x axis: each `fit` after the one before.
+    """Positions of epochs on the x axis, where each `fit` follows the previous one.
 
-    A `fit` with a later `initial_epoch` continues the one before.
+    A later `initial_epoch` continues the epoch numbers of the previous `fit`.
     """
 
     def __init__(self, fits: Sequence[Fit]) -> None:

@@ -51,7 +51,8 @@ class FitBegin(_Event, frozen=True, kw_only=True, tag="begin"):
         worker: The worker's name.
         workers: The names of all workers.
         number: The index of this call of `fit` in its process, from 1.
-        counts_own: Whether the worker counts its own examples, not those of all.
+        counts_own: Whether the worker counts its own examples only; otherwise the
+            examples of all workers.
         facts: The configuration, as JSON values by name.
     """
 
@@ -216,8 +217,8 @@ def _add(worker: WorkerRecord, event: _Events) -> None:
 def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:
     """Merge epochs into one, with the last one's logs and number.
 
-    An epoch without a timed step (every execution compiled, or other workers ran the
-    steps) adds its counts but no timed duration.
+    If no step of an epoch was timed, because all executions compiled or other workers
+    ran the steps, only its counts are added.
     """
     counts: Counter[str] = Counter()
     staleness: Counter[int] = Counter()
@@ -228,8 +229,7 @@ def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:
         if epoch.timed_steps > 0:
             wall_s += epoch.wall_s
             exchange_s += epoch.exchange_s
-        else:
-            # Durations within the steps' time.
+        else:  # Remove the durations from the counts.
             counts.subtract(
                 {k: epoch.counts.get(k, 0) for k in ("stalled_s", "waits_s")}
             )

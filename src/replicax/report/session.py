@@ -53,7 +53,7 @@ class FitReport:
         params: The parameters that Keras passes to callbacks.
         number: The index of this call of `fit` for this page in this process, from 1.
         keeps: Whether to keep earlier calls of `fit` on the page.
-        measures: Whether to measure after training; the chief's decides.
+        measures: Whether to measure after training; all workers use the chief's value.
     """
 
     def __init__(

@@ -93,8 +93,8 @@ class Cluster:
             script's command line.
         kwargs: Keyword arguments of the function.
         env: Environment variables of all tasks, besides those of this process.
-        logical_devices: Number of CPU devices of each task, made before the program
-            starts. None: JAX makes one, unless the program asks for more.
+        logical_devices: Number of CPU devices of each task, created before the program
+            starts. None: the program decides.
         deadline_seconds: Time after which all tasks are killed.
 
     Raises:
