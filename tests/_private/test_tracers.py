@@ -9,6 +9,7 @@ import numpy as np
 from replicax._private.jax import (
     equation_of,
     frames_of,
+    is_batched,
 )
 
 
@@ -29,3 +30,15 @@ def test_equations_and_constants_of_tracers() -> None:
 
     jax.make_jaxpr(fn)(jnp.ones(3))
     assert seen == {"argument": None, "name": "mul", "input": True, "frame": True}
+
+
+def test_values_under_vmap() -> None:
+    seen: list[bool] = []
+
+    def fn(x: Any, w: Any) -> Any:
+        total = jax.lax.psum(x, "i")
+        seen[:] = map(is_batched, (x, x + w, w, total, total * w, 1.0))
+        return x
+
+    jax.vmap(fn, (0, None), axis_name="i")(jnp.ones(3), 2.0)
+    assert seen == [True, True, False, False, False, False]

@@ -209,3 +209,34 @@ def test_check_replicas_names_all_replicas_of_a_device() -> None:
     )
     with pytest.raises(rx.DivergenceError, match=r"'mine' on replicas \[2, 3\]"):
         strategy.check_replicas([variable])
+
+
+@pytest.mark.parametrize(
+    ("collective", "expected"),
+    [
+        (lambda x, names: jax.lax.psum(x, names[0]), [2, 4, 2, 4]),
+        (lambda x, names: jax.lax.psum(x, names[1]), [1, 1, 5, 5]),
+        (lambda x, names: jax.lax.all_gather(x, names[0])[0], [0, 1, 0, 1]),
+        (lambda x, names: 1.0 * jax.lax.axis_index(names[1]), [0, 1, 0, 1]),
+        (lambda x, names: jax.lax.psum(x, names), [6, 6, 6, 6]),
+    ],
+)
+def test_a_collective_over_one_of_the_axes(collective, expected):
+    """A sum over the devices alone differs between the replicas of a device."""
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], replicas_per_device=2)
+    with strategy.scope():
+        variable = keras.Variable(0.0)
+
+    def value():
+        context = rx.get_replica_context()
+        number = 1.0 * context.replica_id_in_sync_group
+        return collective(number, context.axis_names)
+
+    out = strategy.run(value)
+    assert isinstance(out, jax.Array) == (len(set(expected)) == 1)
+    np.testing.assert_array_equal(np.broadcast_to(out, 4), expected)
+    if isinstance(out, jax.Array):
+        strategy.run(lambda: variable.assign(value()))
+    else:
+        with pytest.raises(rx.DivergenceError, match="differs between replicas"):
+            strategy.run(lambda: variable.assign(value()))

@@ -59,6 +59,11 @@ def innermost(value: object) -> object:
         value = inner
 
 
+def is_batched(value: object) -> bool:
+    """Whether a value under `vmap` has one entry for each mapped index."""
+    return getattr(value, "batch_dim", None) is not None
+
+
 def frames_of(equation: object) -> Iterator[tuple[str, int, str]]:
     """Yield an equation's Python frames, innermost first: file, line, function name.
 

@@ -15,11 +15,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax._private.jax import is_batched
 from replicax._private.keras import has_value
 from replicax._util.types import PyTree
 from replicax.engine.blocks import Block, cut
 from replicax.engine.checks.analysis import Analysis, equal_results
-from replicax.engine.checks.divergence import declare_whole
+from replicax.engine.checks.divergence import declare_differing, declare_whole
 from replicax.engine.composites import is_key
 from replicax.engine.empty_arrays import creating_empty_arrays
 from replicax.engine.group import ReplicaGroup
@@ -381,6 +382,10 @@ class ReplicaStep:
                 self._warn_of_workers(context)
             combined = self._combined(context, written, changed)
             # Cast: weakly typed values, of assigned Python numbers, would recompile.
+            combined = {
+                i: x if is_seed_state(self.written[i]) else self._marked(x)
+                for i, x in combined.items()
+            }
             new = [
                 jnp.asarray(combined.get(i, old), old.dtype)
                 for i, old in enumerate(written)
@@ -390,7 +395,17 @@ class ReplicaStep:
 
     def _flat_results(self, out: PyTree) -> Arrays:
         self.results = ResultStructure(out, self._name)
-        return self.results.arrays(out)
+        return [self._marked(x) for x in self.results.arrays(out)]
+
+    def _marked(self, x: jax.Array) -> jax.Array:
+        """Mark a value that differs between the replicas of one device.
+
+        A sum over the devices alone leaves it so, but the analysis knows devices only.
+        """
+        is_one = self._group.num_per_device == 1
+        if is_one or self._options.num_active is not None or not is_batched(x):
+            return x  # Of some replicas, equal values are computed from own ones.
+        return declare_differing(x)
 
     def _context(self) -> ReplicaContext:
         return ReplicaContext(

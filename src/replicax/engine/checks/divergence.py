@@ -27,6 +27,7 @@ from replicax.engine.jaxprs import Atom, inner_jaxprs, open_jaxpr
 from replicax.errors import DivergenceError
 
 __all__ = [
+    "declare_differing",
     "declare_mirrored",
     "declare_whole",
     "divergence_error",
@@ -39,6 +40,7 @@ __all__ = [
 
 
 _MIRRORED = "replicax_mirrored"
+_DIFFERING = "replicax_differing"
 _WHOLE = "replicax_whole:"
 
 # Collectives whose results are equal on all replicas, and casts without effect.
@@ -62,6 +64,11 @@ def declare_mirrored(tree: PyTree) -> PyTree:
 def is_declared_mirrored(equation: Eqn | TracedEquation) -> bool:
     """Whether `declare_mirrored` made an equation."""
     return equation.primitive.name == "name" and equation.params["name"] == _MIRRORED
+
+
+def declare_differing(array: jax.Array) -> jax.Array:
+    """Declare that an array may differ between replicas, as on one device."""
+    return checkpoint_name(array, _DIFFERING)
 
 
 def declare_whole(array: jax.Array, number: int) -> jax.Array:
@@ -160,6 +167,7 @@ class _Pass:
                 and not self._removes_marks(eqn, name)
             )
             or any(part in name for part in _SOURCES)
+            or (name == "name" and eqn.params["name"] == _DIFFERING)
             or any(self._is_source(x) for j in inner_jaxprs(eqn) for x in j.eqns)
         )
 
