@@ -18,10 +18,12 @@ deletes the old values, and Python handles signals only between its own instruct
 dispatch and stores are one call of C.
 """
 
+import functools
 import itertools
 import math
 import operator
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered, Traced, Wrapped
 from jax.typing import ArrayLike
 
-from replicax._private.keras import write_values
+from replicax._private import keras as internals
 from replicax._util.interrupts import uninterrupted
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
@@ -41,6 +43,7 @@ from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
 from replicax.cpu import lowering, memory, settings
 from replicax.engine.checks.analysis import analyse, replicas_part
+from replicax.engine.checks.divergence import line_of
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.jaxprs import largest_array
 from replicax.engine.overlap.xla_options import compiler_options
@@ -83,6 +86,8 @@ class Program:
         options: See `Options`.
 
     Attributes:
+        fn: The replica function.
+        arguments: The structure of its arguments.
         name: The program's name in messages, such as `"run(train_step)"`.
         operation: The program's entry in the workers' dispatch log.
         written: The variables that the program itself writes.
@@ -103,6 +108,7 @@ class Program:
         leaves: Sequence[ArrayLike],
         options: Options | None = None,
     ) -> None:
+        self.fn, self.arguments = fn, arguments
         self._group = group
         self._options = options or Options()
         self.name = f"{current_call()}({describe(fn)})"
@@ -129,6 +135,9 @@ class Program:
         self.is_new = True
         self.at_home: Any = None
         self._jitted = self._jit(self._function())
+        self._leaf_types = [
+            x if isinstance(x, int | float | complex) else jax.typeof(x) for x in leaves
+        ]
         self._has_effects = False
         self._may_crash = group.axis.is_of_cpus and group.axis.size > 1
 
@@ -212,11 +221,23 @@ class Program:
         if num_active is None and all(are_equal):
             return results.unflatten(flat)
         leaves: list[PyTree] = []
-        for x, is_equal in zip(flat, are_equal, strict=True):
-            leaves.append(x if is_equal else PerReplica(x, num_active))
-            if is_equal and num_active is not None:
-                note_num_active(x, num_active)
+        this: weakref.ref[Program] = weakref.ref(self)
+        for number, (x, is_equal) in enumerate(zip(flat, are_equal, strict=True)):
+            if is_equal:
+                leaves.append(x)
+                if num_active is not None:
+                    note_num_active(x, num_active)
+            else:
+                value = PerReplica(x, num_active)
+                value.find_line = functools.partial(_line_of_result, this, number)
+                leaves.append(value)
         return results.unflatten(leaves)
+
+    def line_of_result(self, number: int) -> str | None:
+        """The user's line that computes a result, from another trace; None: unknown."""
+        values = internals.read_values(self.inputs)
+        jaxpr = self._traced(values, self._leaf_types).jaxpr
+        return line_of(replicas_part(jaxpr), number)
 
     def _dispatch(
         self, arguments: tuple[PyTree, ...]
@@ -228,7 +249,7 @@ class Program:
         """
         calls = itertools.starmap(self._jitted, (arguments,))
         outputs = itertools.chain.from_iterable(calls)
-        write_values(self.written, outputs)
+        internals.write_values(self.written, outputs)
         (rest,) = outputs
         return rest
 
@@ -367,6 +388,11 @@ class Program:
                 "values of the variables that it writes: to use a value later, keep a "
                 "copy (jnp.copy)."
             )
+
+
+def _line_of_result(program: "weakref.ref[Program]", number: int) -> str | None:
+    known = program()
+    return None if known is None else known.line_of_result(number)
 
 
 _is_deleted = operator.methodcaller("is_deleted")

@@ -34,6 +34,7 @@ from replicax.engine.values import (
     spread,
 )
 from replicax.engine.variables import Variable
+from replicax.errors import DivergenceError
 
 __all__ = [
     "Arguments",
@@ -89,6 +90,8 @@ class Arguments:
         structure: Tree structure of `(args, kwargs)`.
         kinds: The kind of each leaf.
         statics: The values of the STATIC leaves, in order.
+        lines: For leaves, by number, that are results of `run` and differ between
+            replicas: finds the line that computes them.
 
     Attributes:
         mirrored: The names of the arrays that every replica gets whole, by number, such
@@ -100,9 +103,11 @@ class Arguments:
         structure: TreeStructure,
         kinds: Sequence[Kind],
         statics: Sequence[object] = (),
+        lines: Mapping[int, Callable[[], str | None]] = {},
     ) -> None:
         self.statics = tuple(statics)
         self.mirrored: dict[int, str] = {}
+        self._lines = lines
         self._structure = structure
         self._kinds = tuple(kinds)
         self._array_kinds = [kind for kind in kinds if kind is not Kind.STATIC]
@@ -129,6 +134,32 @@ class Arguments:
             for x, axis in zip(arrays, in_axes, strict=True)
         ]
         return mapped, in_axes
+
+    def require_equal_as(self, earlier: "Arguments", name: str) -> None:
+        """Compare with an earlier call of the same function, `name`.
+
+        Raises:
+            DivergenceError: If an argument was equal on all replicas, and is now a
+                result of `run` that differs between them.
+        """
+        if earlier._structure != self._structure:
+            return
+        diverged = [i for i in self._lines if earlier._kinds[i] is Kind.MIRRORED]
+        if not diverged:
+            return
+        numbered = self._structure.unflatten(range(len(self._kinds)))
+        paths = {i: p for p, i in jax.tree_util.tree_leaves_with_path(numbered)}
+        names = ", ".join(argument_name(paths[i]) for i in diverged[:5])
+        others = f" and {len(diverged) - 5} others" if len(diverged) > 5 else ""
+        line = self._lines[diverged[0]]()
+        raise DivergenceError(
+            f"{name}: {names}{others} was equal on all "
+            "replicas in an earlier call, and is now a result of run that differs "
+            f"between them{f', computed in {line}' if line else ''}. Combine it in the "
+            "step, such as its gradients: rx.get_replica_context().all_reduce("
+            "rx.ReduceOp.MEAN, grads). If each replica shall have its own value, start "
+            "with strategy.per_replica(value)."
+        )
 
     def numbers_in(self, positions: Sequence[int]) -> list[int]:
         """Numbers of the arrays in the arguments at these positions."""
@@ -185,6 +216,11 @@ class Arguments:
         return functools.partial(fn, *args, **kwargs)
 
 
+def argument_name(path: Sequence[Any]) -> str:
+    """The name of an entry of `(args, kwargs)`: `args[0]`, or `kwargs['model']`."""
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(tuple(path[1:]))
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)  # Frozen takes twice the time.
 class FlatCall:
     """The arguments of a call, with arrays that are placed on the replicas' devices.
@@ -222,10 +258,13 @@ def flatten_call(
         (tuple(args), dict(kwargs)), is_leaf=is_per_replica
     )
     arrays, kinds, statics, key = [], [], [], []
+    lines: dict[int, Callable[[], str | None]] = {}
     is_uneven = False
     for leaf in flat:
         if isinstance(leaf, PerReplica):
             is_uneven = is_uneven or leaf.num_active is not None
+            if leaf.find_line is not None:
+                lines[len(kinds)] = leaf.find_line
             kind, leaf = Kind.PER_REPLICA, leaf.array
             if type(leaf) not in ARRAY_TYPES and is_composite(leaf):
                 args, kwargs = spread((args, kwargs))
@@ -262,7 +301,7 @@ def flatten_call(
     return FlatCall(
         key=(structure, tuple(key)),
         arrays=arrays,
-        make_arguments=lambda: Arguments(structure, kinds, statics),
+        make_arguments=lambda: Arguments(structure, kinds, statics, lines),
         num_active=num_active_in(flat, "Strategy.run") if is_uneven else None,
     )
 

@@ -67,7 +67,7 @@ class PerReplica:
         (np.float64(1.0), np.float64(2.0))
     """
 
-    __slots__ = ("array", "is_batch", "num_active")
+    __slots__ = ("array", "find_line", "is_batch", "num_active")
 
     def __init__(
         self, array: PyTree, num_active: int | None = None, *, is_batch: bool = False
@@ -75,6 +75,8 @@ class PerReplica:
         self.array = array
         self.num_active = num_active
         self.is_batch = is_batch
+        # Of a result of `run`: returns the user's line that computes it, if any.
+        self.find_line: Callable[[], str | None] | None = None
 
     @property
     def values(self) -> tuple[PyTree, ...]:

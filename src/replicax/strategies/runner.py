@@ -23,7 +23,7 @@ from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.watch import Watch
 from replicax.engine import combine, device_put, threads
-from replicax.engine.cache import ProgramCache, unwrap_partial
+from replicax.engine.cache import ProgramCache, function_key, unwrap_partial
 from replicax.engine.checks.consistency import require_equal, require_equal_arguments
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
@@ -178,9 +178,13 @@ class ProgramRunner:
     ) -> Program:
         arguments = call.make_arguments()
         _refuse_datasets(arguments.statics)
-        refuse_closed_over(fn, f"{current_call()}({describe(fn)})")
+        name, key = f"{current_call()}({describe(fn)})", function_key(fn)
+        refuse_closed_over(fn, name)
+        for program in self.programs:
+            if function_key(program.fn) == key:
+                arguments.require_equal_as(program.arguments, name)
         # One trace at a time: layers note in themselves what a trace has added to them.
-        with threads.order, Announced(f"tracing {current_call()}({describe(fn)})"):
+        with threads.order, Announced(f"tracing {name}"):
             program = Program(fn, self.group, arguments, call.arrays, options)
         self._strategy.home.require_owned(program.variables, program.name)
         return program

@@ -321,6 +321,32 @@ class Strategy(DatasetMaker, OwnJit):
         local = jax.tree.map(self.group.local_part, stacked)
         return per_replica(local, self.group.per_replica)
 
+    def per_replica(self, value: PyTree) -> PyTree:
+        """Give each replica its own copy of a value, which may become different.
+
+        `run` refuses state that was equal on all replicas in one call and is a result
+        that differs in the next, since an `all_reduce` was probably forgotten. State
+        that is `PerReplica` from the start may differ.
+
+        Args:
+            value: A pytree of arrays `[...]` and numbers.
+
+        Returns:
+            The same pytree of `PerReplica`s `[R, ...]`.
+
+        Example:
+            >>> import replicax as rx
+            >>> strategy = rx.MirroredStrategy(["cpu:0"], replicas_per_device=2)
+            >>> def count(total):
+            ...     return total + rx.get_replica_context().replica_id_in_sync_group
+            >>> total = strategy.per_replica(0)
+            >>> for _ in range(3):
+            ...     total = strategy.run(count, args=(total,))
+            >>> total
+            PerReplica(num_replicas=2, shape=(), dtype=int32, values=[0, 3])
+        """
+        return self.experimental_distribute_values_from_function(lambda _: value)
+
     def check_replicas(self, variables: Iterable[Variable] | None = None) -> None:
         """Compare the replicas' copies of mirrored variables, bit by bit.
 

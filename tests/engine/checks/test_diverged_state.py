@@ -1,0 +1,105 @@
+"""State that was equal on all replicas in one call, and differs in the next."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.conftest import mirrored
+
+import replicax as rx
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+
+
+def loss_of(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+
+def params_of() -> dict[str, jax.Array]:
+    return {"w": jnp.ones((3,)), "b": jnp.zeros(())}
+
+
+def train(strategy: rx.Strategy, step: Any, state: Any, *, steps: int = 2) -> Any:
+    (batch,) = strategy.experimental_distribute_dataset(X, batch_size=8)
+    for _ in range(steps):
+        state = strategy.run(step, args=(state, batch))
+    return state
+
+
+def test_a_forgotten_all_reduce_is_named_with_its_line() -> None:
+    optimizer = optax.adam(1e-2)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, moments = state
+        grads = jax.grad(loss_of)(params, x)
+        updates, moments = optimizer.update(grads, moments)
+        return optax.apply_updates(params, updates), moments
+
+    state = params_of(), optimizer.init(params_of())
+    with pytest.raises(rx.DivergenceError) as error:
+        train(mirrored(2), step, state)
+    message = str(error.value)
+    assert "step (line" in message
+    assert "args[0][0]['b']" in message
+    assert "and 1 others" in message
+    assert "count" not in message
+    assert f"{__file__}, line" in message or "optax" in message
+    assert "all_reduce" in message
+
+
+def test_a_gradient_through_a_mean_is_named() -> None:
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            context = rx.get_replica_context()
+            return context.all_reduce("mean", loss_of(params, x))
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    with pytest.raises(rx.DivergenceError, match=r"args\[0\]\['b'\]"):
+        train(mirrored(2), step, params_of())
+
+
+def test_lambdas_of_a_loop_are_the_same_step() -> None:
+    strategy = mirrored(2)
+    (batch,) = strategy.experimental_distribute_dataset(X, batch_size=8)
+
+    def add(total: Any) -> Any:
+        return strategy.run(lambda total, x: total + x.sum(), args=(total, batch))
+
+    total = add(0.0)
+    with pytest.raises(rx.DivergenceError, match=r"args\[0\] was equal"):
+        add(total)
+
+
+def test_state_that_is_per_replica_from_the_start_may_differ() -> None:
+    strategy = mirrored(2)
+
+    def count(total: jax.Array, x: jax.Array) -> jax.Array:
+        return total + x.sum()
+
+    total = train(strategy, count, strategy.per_replica(np.float32(0.0)), steps=3)
+    np.testing.assert_allclose(strategy.reduce("sum", total), 3 * X.sum(), rtol=1e-5)
+
+
+def test_another_function_may_use_differing_results() -> None:
+    strategy = mirrored(2)
+    (batch,) = strategy.experimental_distribute_dataset(X, batch_size=8)
+    predictions = strategy.run(lambda x: 2 * x, args=(batch,))
+    total = strategy.run(lambda x, y: (x - y).sum(), args=(batch, predictions))
+    np.testing.assert_allclose(strategy.reduce("sum", total), -X.sum(), rtol=1e-5)
+
+
+def test_combined_state_stays_equal() -> None:
+    def step(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(loss_of)(params, x)
+        grads = rx.get_replica_context().all_reduce("mean", grads)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    expected = train(mirrored(1), step, params_of(), steps=3)
+    actual = train(mirrored(4), step, params_of(), steps=3)
+    # Sums of float32 in another order.
+    np.testing.assert_allclose(actual["w"], expected["w"], rtol=1e-6)
