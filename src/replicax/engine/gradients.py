@@ -264,10 +264,15 @@ class GradientTape:
             return targets, rebound
 
         replayed = jax.make_jaxpr(replay)(deltas)
-        is_discovery = not isinstance(trace.scope, ValueScope)
-        if trace.parent is None and not is_discovery:
-            # A new function, since JAX caches the jaxpr of the same function.
-            require_same_trace(replayed, jax.make_jaxpr(lambda x: replay(x))(deltas))
+        if isinstance(trace.scope, ValueScope):  # Not while variables are discovered.
+            require_same_trace(
+                targets,
+                replayed,
+                # A new function, since JAX caches the jaxpr of the same function.
+                lambda: jax.make_jaxpr(lambda x: replay(x))(deltas),
+                lambda: jax.make_jaxpr(lambda: trace.replay(call)[0])(),
+                is_trace_a_replay=trace.parent is not None,
+            )
         closed = rebind(replayed, num_targets)
         marks = [1 << i for i in range(len(deltas))]
         connected = 0

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from replicax._private.keras import loss_ids
 from replicax._util.types import PyTree
 from replicax.engine.blocks import gathered_here
+from replicax.engine.checks.retrace import SOURCE_NAME
 from replicax.engine.variables import Variable, WritesScope
 from replicax.errors import ContextError, RetraceError
 
@@ -58,7 +59,7 @@ class Perturbation:
             (self._perturbed[position],) = gathered_here([changed], [value])
         # `checkpoint_name` adds an equation by which `rebind` finds this point of the
         # jaxpr. Unlike a barrier, it lets XLA merge the replay with the first trace.
-        return checkpoint_name(self._perturbed[position], "replicax_source")
+        return checkpoint_name(self._perturbed[position], SOURCE_NAME)
 
 
 @dataclasses.dataclass(eq=False)

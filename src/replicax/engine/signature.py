@@ -306,11 +306,6 @@ def flatten_call(
     )
 
 
-def argument_name(path: Sequence[Any]) -> str:
-    """The name of an entry of `(args, kwargs)`: `args[0]`, or `kwargs['model']`."""
-    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(tuple(path[1:]))
-
-
 class _Key:
     """A key that hashes its content once. It equals its content."""
 

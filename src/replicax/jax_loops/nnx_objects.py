@@ -19,7 +19,7 @@ import itertools
 import sys
 import threading
 import types
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from replicax.engine.protocols import StrategyLike
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import Scope, current_context
 from replicax.engine.signature import Placeholder, argument_name
-from replicax.engine.values import is_per_replica
+from replicax.engine.values import PerReplica
 from replicax.engine.variables import Variable
 
 __all__ = ["NNXObjects", "ObjectCall", "refuse_closed_over", "take_apart"]
@@ -69,9 +69,12 @@ def _is_object(value: object) -> bool:
 
 
 def _is_object_or_tree(value: object) -> bool:
-    """For `is_leaf`: a `State` is an ordinary tree, though it contains variables."""
-    is_state = isinstance(value, sys.modules["flax.nnx"].State)
-    return is_state or is_per_replica(value) or _is_object(value)
+    """For `is_leaf`: a `State` is an ordinary tree, though it contains variables.
+
+    JAX warns of iterators that are no leaves.
+    """
+    others = (sys.modules["flax.nnx"].State, PerReplica, Iterator)
+    return isinstance(value, others) or _is_object(value)
 
 
 def take_apart(

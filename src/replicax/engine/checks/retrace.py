@@ -1,43 +1,85 @@
-"""Compares two replays of a step function.
+"""Compares a replay of a step function with the trace that the replay repeats.
 
-`GradientTape` differentiates a replay of the step, but the step returns the results of
-its trace. The two differ if Python state has changed in between, such as a counter or
-the position of an iterator. Such state changes again until the next replay, so that two
-replays differ, too.
+`GradientTape` differentiates the replay, but the step returns the trace's results. The
+two differ if Python state has changed in between, such as a counter or the position of
+an iterator. So the equations that compute the targets are compared.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from replicax._private.jax import frames_of
+from replicax._private.jax import (
+    TracedEquation,
+    batch_of,
+    constant_of,
+    equation_of,
+    frames_of,
+    literal_of,
+)
+from replicax._util.types import PyTree
 from replicax._util.user_code import is_installed_file
 from replicax.engine.composites import is_key
-from replicax.engine.jaxprs import Atom
+from replicax.engine.scope import required_context
 from replicax.errors import RetraceError
 
-__all__ = ["require_same_trace", "require_same_values"]
+__all__ = ["SOURCE_NAME", "require_same_trace", "require_same_values"]
+
+SOURCE_NAME = "replicax_source"
+"""In a replay, `checkpoint_name` gives this name to each source plus its delta."""
+
+Atom: TypeAlias = Var | Literal
 
 
-def require_same_trace(replay: ClosedJaxpr, again: ClosedJaxpr) -> None:
-    """Raise if two replays of a step compute different values.
+def require_same_trace(
+    targets: Sequence[jax.Array],
+    replayed: ClosedJaxpr,
+    replay: Callable[[], ClosedJaxpr],
+    replay_unchanged: Callable[[], ClosedJaxpr],
+    *,
+    is_trace_a_replay: bool,
+) -> None:
+    """Raise if a replay computes other targets than the trace that it repeats.
+
+    Args:
+        targets: The trace's targets.
+        replayed: The replay, a function of the deltas that it adds to the sources; its
+            first results are its targets.
+        replay: Replays once more.
+        replay_unchanged: Replays without deltas.
+        is_trace_a_replay: Whether the trace is itself a replay, as for nested tapes.
 
     Raises:
         RetraceError: The message names the user's line of an equation that differs.
     """
-    difference = _find_difference(replay, again)
-    if difference is not None:
+    difference = _find_difference(targets, replayed, is_trace_a_replay)
+    if difference is None:
+        return
+    # The difference may be harmless: if the function uses a variable, and also the
+    # value that it read before the tape, only the replay distinguishes the two. If
+    # Python state changes, further replays differ as well.
+    again, unchanged = replay(), replay_unchanged()
+    is_stable = _is_same_parameter(replayed, again)
+    if not is_stable or _find_difference(targets, unchanged, is_trace_a_replay):
         raise _retrace_error(difference)
 
 
-def require_same_values(
-    targets: Sequence[jax.Array], values: Sequence[jax.Array]
-) -> None:
+def _find_difference(
+    targets: Sequence[jax.Array], replayed: ClosedJaxpr, is_trace_a_replay: bool
+) -> str | None:
+    if not is_trace_a_replay:
+        targets, replayed = _mapped(targets, replayed)
+    comparison = _Comparison(replayed)
+    differences = map(comparison.find_difference, targets, replayed.jaxpr.outvars)
+    return next(filter(None, differences), None)
+
+
+def require_same_values(targets: Sequence[jax.Array], values: Sequence[PyTree]) -> None:
     """Raise if the targets of an eager step, which has no trace, differ in a replay.
 
     `values` are the replay's targets. The comparison tolerates rounding.
@@ -63,55 +105,120 @@ def _retrace_error(difference: str) -> RetraceError:
     )
 
 
-def _find_difference(closed: ClosedJaxpr, other: ClosedJaxpr) -> str | None:
-    """Describe the first difference of two jaxprs; None if they are the same."""
-    jaxpr, other_jaxpr = closed.jaxpr, other.jaxpr
-    same: dict[Var, Var] = dict(zip(jaxpr.invars, other_jaxpr.invars, strict=False))
-    constants = zip(jaxpr.constvars, other_jaxpr.constvars, strict=False)
-    for (var, other_var), value, other_value in zip(
-        constants, closed.consts, other.consts, strict=False
-    ):
-        if _is_same_constant(value, other_value):
-            same[var] = other_var
+def _mapped(
+    targets: Sequence[jax.Array], replayed: ClosedJaxpr
+) -> tuple[Sequence[jax.Array], ClosedJaxpr]:
+    """Map a replay over the replicas of a device, if the trace is of all of them.
 
-    def are_same(atoms: Sequence[Atom], others: Sequence[Atom]) -> bool:
-        return len(atoms) == len(others) and all(map(is_same, atoms, others))
+    Returns the targets as stacked arrays of these replicas, and the mapped replay.
+    """
+    values = [batch_of(x)[0] for x in replayed.consts]
+    dims = [batch_of(x)[1] for x in replayed.consts]
+    target_dims = [batch_of(x)[1] for x in targets]
+    jaxpr = replayed.jaxpr.replace(outvars=replayed.jaxpr.outvars[: len(targets)])
+    deltas = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
 
-    def is_same(atom: Atom, other: Atom) -> bool:
+    def replay(values: list[jax.Array], deltas: list[jax.Array]) -> list[jax.Array]:
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, values))(*deltas)
+
+    mapped = required_context().mapped(replay, (dims, None), target_dims)
+    if mapped is replay:  # One replica on each device.
+        return targets, replayed
+    targets = [batch_of(x)[0] for x in targets]
+    return targets, jax.make_jaxpr(lambda *deltas: mapped(values, deltas))(*deltas)
+
+
+class _Comparison:
+    """Compares values of a trace with variables of a replay's jaxpr."""
+
+    def __init__(self, replayed: ClosedJaxpr) -> None:
+        jaxpr = replayed.jaxpr
+        self._deltas = set(map(id, jaxpr.invars))
+        self._constants = dict(zip(jaxpr.constvars, replayed.consts, strict=True))
+        self._producers = {v: e for e in jaxpr.eqns for v in e.outvars}
+        self._compared: set[tuple[int, int]] = set()
+
+    def find_difference(self, value: PyTree, atom: Atom) -> str | None:
+        """Describe the first difference in the computations of two values, if any."""
+        todo: list[tuple[PyTree, Atom, TracedEquation | None]] = [(value, atom, None)]
+        while todo:
+            value, atom, user = todo.pop()
+            value, other = _constant_or_self(value), self._constant_or_self(atom)
+            key = (_id(value), _id(other))
+            if key in self._compared:
+                continue
+            self._compared.add(key)
+            traced, replayed = equation_of(value), self._producer(other)
+            if traced is None or replayed is None:
+                if not _is_same_leaf(value, other):
+                    return _describe(user or traced, replayed, value, other)
+            elif _is_same_operation(traced, value, replayed, other):
+                inputs = zip(traced.in_tracers, replayed.invars, strict=True)
+                todo += [(x, y, traced) for x, y in inputs]
+            else:
+                return _describe(traced, replayed, value, other)
+        return None
+
+    def _producer(self, atom: PyTree) -> JaxprEqn | None:
+        return self._producers.get(atom) if isinstance(atom, Var) else None
+
+    def _constant_or_self(self, atom: Atom) -> PyTree:
+        """An atom's constant, its source without the delta, or the atom itself."""
         if isinstance(atom, Literal):
-            is_literal = isinstance(other, Literal)
-            return is_literal and _is_same_constant(atom.val, other.val)
-        return same.get(atom) is other
+            return atom.val
+        if atom in self._constants:
+            return _constant_or_self(self._constants[atom])
+        source = self._source_of(atom)
+        return atom if source is None else source
 
-    for eqn, other_eqn in zip(jaxpr.eqns, other_jaxpr.eqns, strict=False):
-        if not (
-            eqn.primitive.name == other_eqn.primitive.name
-            and are_same(eqn.invars, other_eqn.invars)
-            and _is_same_parameter(eqn.params, other_eqn.params)
-        ):
-            return _describe(eqn, other_eqn)
-        same |= zip(eqn.outvars, other_eqn.outvars, strict=True)
-    if not are_same(jaxpr.outvars, other_jaxpr.outvars):
-        return "the target is the result of another operation"
-    return None
+    def _source_of(self, atom: Atom) -> PyTree:
+        """The source to which the replay added a delta; None if `atom` is no such sum.
+
+        Sharded weights are gathered between the sum and its `checkpoint_name`.
+        """
+        named = self._producer(atom)
+        if named is None or named.params.get("name") != SOURCE_NAME:
+            return None
+        producer = self._producer(named.invars[0])
+        if producer is not None and producer.primitive.name != "add":
+            producer = self._producer(producer.invars[0])
+        if producer is None:
+            return None
+        delta = producer.invars[-1]
+        if (broadcast := self._producer(delta)) is not None:
+            delta = broadcast.invars[0]
+        if id(delta) not in self._deltas:
+            return None
+        return self._constant_or_self(producer.invars[0])
 
 
-def _is_traced(value: object) -> bool:
-    return isinstance(value, jax.core.Tracer)
+def _constant_or_self(value: PyTree) -> PyTree:
+    while isinstance(value, jax.core.Tracer):
+        constant = literal_of(value)
+        constant = constant_of(value) if constant is None else constant
+        if constant is None:
+            break
+        value = constant
+    return value
 
 
-def _is_same_constant(value: Any, other: Any) -> bool:
-    if _is_traced(value) or _is_traced(other):
-        return _id(value) == _id(other)
-    return value is other or _bits(value) == _bits(other)
-
-
-def _id(value: object) -> int:
+def _id(value: PyTree) -> int:
     """An id that is equal for tracers of the same value."""
     return id(getattr(value, "val", value) if _is_traced(value) else value)
 
 
-def _bits(value: Any) -> Hashable:
+def _is_traced(value: PyTree) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def _is_same_leaf(value: PyTree, other: PyTree) -> bool:
+    """Whether two inputs or constants are the same."""
+    if _is_traced(value) or _is_traced(other) or isinstance(other, Var):
+        return _id(value) == _id(other)
+    return value is other or _bits(value) == _bits(other)
+
+
+def _bits(value: PyTree) -> PyTree:
     """A constant's dtype, shape and bytes, or those of this process' first shard."""
     if is_key(value):
         with jax.ensure_compile_time_eval():
@@ -122,7 +229,19 @@ def _bits(value: Any) -> Hashable:
     return array.dtype, array.shape, array.tobytes()
 
 
-def _is_same_parameter(value: Any, other: Any) -> bool:
+def _is_same_operation(
+    traced: TracedEquation, value: PyTree, replayed: JaxprEqn, other: PyTree
+) -> bool:
+    position = [_id(x) for x in traced.outvars].index(_id(value))
+    return (
+        traced.primitive.name == replayed.primitive.name
+        and replayed.outvars[position] is other
+        and len(traced.in_tracers) == len(replayed.invars)
+        and _is_same_parameter(traced.params, replayed.params)
+    )
+
+
+def _is_same_parameter(value: PyTree, other: PyTree) -> bool:
     """Whether two parameters of a primitive are equal.
 
     Functions, which each trace creates anew, count as equal: their jaxprs are compared.
@@ -131,10 +250,12 @@ def _is_same_parameter(value: Any, other: Any) -> bool:
         return True
     if type(value) is not type(other):
         return False
-    if isinstance(value, Jaxpr):
-        value, other = ClosedJaxpr(value, ()), ClosedJaxpr(other, ())
     if isinstance(value, ClosedJaxpr):
-        return _find_difference(value, other) is None
+        consts = zip(value.consts, other.consts, strict=False)
+        are_same = all(_is_same_leaf(*map(_constant_or_self, x)) for x in consts)
+        return are_same and _is_same_jaxpr(value.jaxpr, other.jaxpr)
+    if isinstance(value, Jaxpr):
+        return _is_same_jaxpr(value, other)
     if isinstance(value, tuple | list):
         return len(value) == len(other) and all(map(_is_same_parameter, value, other))
     if isinstance(value, dict):
@@ -144,24 +265,51 @@ def _is_same_parameter(value: Any, other: Any) -> bool:
     if isinstance(value, bool | int | float | complex | str | np.dtype):
         return value == other or repr(value) == repr(other)  # NaN.
     if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return _is_same_constant(value, other)
+        return _is_same_leaf(value, other)
     return True
 
 
-def _describe(eqn: JaxprEqn, other: JaxprEqn) -> str:
-    """Describe the difference of two equations, at the user's line."""
-    name, other_name = eqn.primitive.name, other.primitive.name
-    numbers = [
-        (x.val, y.val)
-        for x, y in zip(eqn.invars, other.invars, strict=False)
-        if isinstance(x, Literal) and isinstance(y, Literal) and str(x) != str(y)
-    ]
-    if name != other_name:
-        difference = f"there is {other_name} in place of {name}"
-    elif numbers:
-        difference = "there is {1} in place of {0}".format(*numbers[0])
-    else:
-        difference = f"{name} has other values, inputs or parameters"
-    frames = (x for x in frames_of(eqn) if not is_installed_file(x[0]))
+def _is_same_jaxpr(jaxpr: Jaxpr, other: Jaxpr) -> bool:
+    pairs: dict[Var, Var] = {}
+
+    def are_same(atoms: Sequence[Atom], others: Sequence[Atom]) -> bool:
+        return len(atoms) == len(others) and all(map(is_same, atoms, others))
+
+    def is_same(atom: Atom, other: Atom) -> bool:
+        if isinstance(atom, Literal):
+            return isinstance(other, Literal) and _is_same_leaf(atom.val, other.val)
+        return pairs.get(atom) is other
+
+    def declare(atoms: Sequence[Var], others: Sequence[Var]) -> bool:
+        pairs.update(zip(atoms, others, strict=False))
+        return len(atoms) == len(others)
+
+    return (
+        declare(jaxpr.constvars, other.constvars)
+        and declare(jaxpr.invars, other.invars)
+        and len(jaxpr.eqns) == len(other.eqns)
+        and all(
+            e.primitive.name == o.primitive.name
+            and are_same(e.invars, o.invars)
+            and declare(e.outvars, o.outvars)
+            and _is_same_parameter(e.params, o.params)
+            for e, o in zip(jaxpr.eqns, other.eqns, strict=True)
+        )
+        and are_same(jaxpr.outvars, other.outvars)
+    )
+
+
+def _describe(
+    near: TracedEquation | None, replayed: JaxprEqn | None, value: PyTree, other: PyTree
+) -> str:
+    """Describe a difference between two values, at the user's line of `near`."""
+    traced = equation_of(value)
+    names = [x.primitive.name if x else "a constant" for x in (replayed, traced)]
+    if traced is None and replayed is None and np.ndim(value) == np.ndim(other) == 0:
+        names = [other, value]
+    difference = "there is {} in place of {}".format(*names)
+    if names[0] == names[1]:
+        difference = f"{names[0]} has other values, inputs or parameters"
+    frames = (x for x in frames_of(near) if not is_installed_file(x[0]))
     place = next((f"at {file}:{line} in {name}, " for file, line, name in frames), "")
     return place + difference
