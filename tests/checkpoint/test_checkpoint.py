@@ -321,23 +321,84 @@ def test_the_error_lists_all_mismatches_and_nothing_is_restored(tmp_path):
     assert_equal(values(other), before)
 
 
-def test_a_restore_of_an_unbuilt_object_is_an_error(tmp_path):
-    path = Checkpoint(step=1).write(tmp_path / "c")
-    model = keras.Sequential([keras.layers.Dense(2)])
-    adam = keras.optimizers.Adam()
-    checkpoint = Checkpoint(model=model, adam=adam)
-    manager = rx.CheckpointManager(checkpoint, tmp_path / "none")
-    calls = [
-        lambda: checkpoint.restore(path),
-        lambda: checkpoint.restore(None),
-        manager.restore_or_initialize,
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"model, adam has no .*model\.build"):
-            call()
-    model.build((None, 4))
-    assert manager.restore_or_initialize() is None
-    assert adam.built
+def test_unbuilt_models_and_optimizers_are_restored_when_built(tmp_path):
+    model = trained()
+    path = Checkpoint(model=model).write(tmp_path / "c")
+    layers = small_model().layers
+    later = keras.Sequential([type(x).from_config(x.get_config()) for x in layers])
+    later.compile(keras.optimizers.Adam(), "mse")
+    assert not later.built
+    status = Checkpoint(model=later).restore(path)
+    with pytest.raises(CheckpointError, match=r"not built yet.*: model"):
+        status.assert_consumed()
+    later(np.zeros((1, 4), "float32"))
+    status.assert_consumed()
+    assert_equal(values(later), values(model))
+    assert later.optimizer.iterations == model.optimizer.iterations > 0
+
+
+def test_objects_that_a_step_builds_are_restored_in_it(tmp_path):
+    strategy = rx.MirroredStrategy(jax.devices()[:2])
+    x = np.ones((4, 4), "float32")
+
+    def objects(width=3):
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(width)])
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        return Checkpoint(model=model, optimizer=optimizer)
+
+    def losses(made):
+        def step(x):
+            with rx.GradientTape() as tape:
+                loss = keras.ops.mean(made.model(x) ** 2)
+            weights = made.model.trainable_variables
+            made.optimizer.apply_gradients(
+                zip(tape.gradient(loss, weights), weights, strict=True)
+            )
+            return loss
+
+        return [float(strategy.run(step, args=(x,))) for _ in range(2)]
+
+    first, late, wide = objects(), objects(), objects(width=5)
+    losses(first)
+    path = first.write(tmp_path / "c")
+    late.restore(path)
+    assert losses(late) == pytest.approx(losses(first), rel=1e-6)
+    assert int(late.optimizer.iterations.value) == 4
+    assert_equal(
+        values(late.model, late.optimizer), values(first.model, first.optimizer)
+    )
+    wide.restore(path)
+    with pytest.raises(CheckpointError, match=r"float32\[4, 3\] saved"):
+        losses(wide)
+
+
+@pytest.mark.parametrize("kind", [rx.MirroredStrategy, rx.FullyShardedStrategy])
+def test_fit_builds_and_restores_a_model_with_its_optimizer(tmp_path, kind):
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.parts = [keras.layers.Dense(8), keras.layers.Dense(1)]
+
+        def call(self, x):
+            return self.parts[1](self.parts[0](x))
+
+    def compiled():
+        with kind(jax.devices()[:2]).scope():
+            model = Net()
+            model.compile(keras.optimizers.Adam(0.1), "mse")
+        return model
+
+    x = np.linspace(-1, 1, 32).reshape(8, 4)
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    model, other = compiled(), compiled()
+    model.fit(x, x[:, :1], **options)
+    path = Checkpoint(models=[model], adam=model.optimizer).write(tmp_path / "c")
+    status = Checkpoint(models=[other], adam=other.optimizer).restore(path)
+    for trained_on in (model, other):
+        trained_on.fit(x, x[:, :1], **options)
+    status.assert_consumed()
+    assert_equal(values(other, other.optimizer), values(model, model.optimizer))
 
 
 def test_wrong_objects_and_names():

@@ -219,6 +219,20 @@ def set_value(variable: Any, value: Any) -> None:
         variable.assign(value)
 
 
+def when_built(owner: Any, then: Callable[[], None]) -> None:
+    """Call a function once, after a layer or an optimizer is built."""
+    build = owner.build
+
+    @functools.wraps(build)
+    def build_then(*args: Any, **kwargs: Any) -> Any:
+        owner.build = build
+        result = build(*args, **kwargs)
+        then()
+        return result
+
+    owner.build = build_then
+
+
 @contextlib.contextmanager
 def _names_counted_in(counts: dict[str, int]) -> Generator[None]:
     """Number the names of layers and variables from other counts."""

@@ -1,6 +1,7 @@
 """`Checkpoint`: saves and restores a set of named objects."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import keras
 
+from replicax._private import keras as internals
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.checkpoint import storage
 from replicax.checkpoint.entries import (
     ArrayEntry,
     Entry,
     RemoteEntries,
+    UnbuiltEntries,
     ValueEntry,
     bind,
     same_state,
@@ -120,9 +123,8 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str] | None) -> "RestoreStatus":
         """Set the objects to their saved values, keeping their placement.
 
-        Models and layers must be built, because a restore needs their variables;
-        optimizers are built if their model is clear. The status lists names that only
-        the objects or only the checkpoint have.
+        Models, layers and optimizers that are not built yet are restored when they are
+        built. The status lists names that only the objects or only the checkpoint have.
 
         Args:
             path: The result of `save` or `write`. None restores nothing:
@@ -135,9 +137,7 @@ class Checkpoint:
         Raises:
             CheckpointError: If the checkpoint is damaged or missing, or if shapes or
                 dtypes differ. The message lists all differences; nothing is restored.
-            ValueError: If an object is not built, also with a path of None.
         """
-        self._require_built()
         if path is None:
             return RestoreStatus("None", missing=self._names).expect_partial()
         return self.apply(storage.read(Path(path)), os.fspath(path))
@@ -169,7 +169,7 @@ class Checkpoint:
 
     def apply(self, contents: Contents, path: str) -> "RestoreStatus":
         """Set the objects to the `contents` read from `path`."""
-        self._require_built()
+        _build_optimizers(self._objects())
         entries, restored = self._bind()
         status = compare(entries, contents, path)
         worker = workers.current()
@@ -180,22 +180,24 @@ class Checkpoint:
                 if entry.of_worker:
                     saved = _state_of_worker(worker, entry, saved)
                 entry.write(saved)
+            elif isinstance(entry, UnbuiltEntries):
+                late = functools.partial(
+                    self._apply_late, entry.name, contents, path, status
+                )
+                internals.when_built(entry.owner, late)
         for name, value_of in restored.items():
             setattr(self, name, value_of())
         return status
 
-    def _require_built(self) -> None:
-        """Build the optimizers of built models; raise for another unbuilt object."""
-        objects = self._objects()
-        _build_optimizers(objects)
-        unbuilt = [name for name, x in objects.items() if _is_unbuilt(x)]
-        if unbuilt:
-            raise ValueError(
-                f"Checkpoint.restore: {', '.join(unbuilt)} has no variables yet, "
-                "because it is not built. Build it first: a model with "
-                "model.build(input_shape) or a call on a batch, an optimizer with "
-                "optimizer.build(model.trainable_variables)."
-            )
+    def _apply_late(
+        self, prefix: str, contents: Contents, path: str, status: "RestoreStatus"
+    ) -> None:
+        """Restore the variables of an object that was built after the restore."""
+        if internals.current_scope() is None:
+            _build_optimizers(self._objects())
+        entries, _ = self._bind()
+        status.update(compare(entries, contents, path))
+        set_arrays((x for x in entries if x.name.startswith(prefix)), contents)
 
     def _objects(self) -> dict[str, PyTree]:
         return {name: getattr(self, name) for name in self._names}
@@ -264,7 +266,3 @@ def _build_optimizers(objects: Mapping[str, PyTree]) -> None:
             strategy = getattr(model, "_replicax_strategy", None)
             with strategy.scope() if strategy else contextlib.nullcontext():
                 optimizer.build(model.trainable_variables)
-
-
-def _is_unbuilt(x: PyTree) -> bool:
-    return isinstance(x, keras.Layer | keras.optimizers.Optimizer) and not x.built

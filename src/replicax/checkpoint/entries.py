@@ -25,6 +25,7 @@ __all__ = [
     "ArrayEntry",
     "Entry",
     "RemoteEntries",
+    "UnbuiltEntries",
     "ValueEntry",
     "bind",
     "encode",
@@ -84,7 +85,20 @@ class RemoteEntries:
     write: Callable[[dict[str, np.ndarray]], None]
 
 
-Entry: TypeAlias = ArrayEntry | ValueEntry | RemoteEntries
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class UnbuiltEntries:
+    """The arrays that a model, a layer or an optimizer will have once it is built.
+
+    Attributes:
+        name: Prefix of the arrays' names in the checkpoint, with a trailing slash.
+        owner: The object.
+    """
+
+    name: str
+    owner: keras.Layer | keras.optimizers.Optimizer
+
+
+Entry: TypeAlias = ArrayEntry | ValueEntry | RemoteEntries | UnbuiltEntries
 
 
 def bind(name: str, value: PyTree) -> tuple[list[Entry], Callable[[], PyTree]]:
@@ -138,7 +152,12 @@ def _leaf_entries(
     if isinstance(leaf, keras.Variable):
         return [_variable_entry(name, leaf)]
     if isinstance(leaf, HasVariables):
-        own = [_variable_entry(f"{name}/{n}", v) for n, v in named_variables(leaf)]
+        own: list[Entry] = [
+            _variable_entry(f"{name}/{n}", v) for n, v in named_variables(leaf)
+        ]
+        can_be_built = isinstance(leaf, keras.Layer | keras.optimizers.Optimizer)
+        if can_be_built and not leaf.built:
+            own.append(UnbuiltEntries(name=f"{name}/", owner=leaf))
         home: PyTree = getattr(leaf, STATE_HOME, None)
         if home is None:
             return own

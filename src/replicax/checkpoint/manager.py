@@ -198,7 +198,6 @@ class CheckpointManager:
         Raises:
             CheckpointError: If all checkpoints are damaged, or if the newest undamaged
                 one does not fit the objects.
-            ValueError: If a model is not built, also without a checkpoint.
         """
         self._await_save()
         path, contents, problems = self._newest_undamaged()
@@ -214,8 +213,6 @@ class CheckpointManager:
         if path is None:
             if self._init_fn is not None:
                 self._init_fn()
-            # Raise for an unbuilt object now, rather than after an interruption.
-            self._checkpoint.restore(None)
             return None
         self._checkpoint.apply(contents or storage.read(path), os.fspath(path))
         return os.fspath(path)

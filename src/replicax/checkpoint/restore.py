@@ -3,7 +3,12 @@
 import logging
 from collections.abc import Iterable
 
-from replicax.checkpoint.entries import ArrayEntry, Entry, RemoteEntries
+from replicax.checkpoint.entries import (
+    ArrayEntry,
+    Entry,
+    RemoteEntries,
+    UnbuiltEntries,
+)
 from replicax.checkpoint.storage import Contents
 from replicax.errors import CheckpointError
 
@@ -37,11 +42,19 @@ class RestoreStatus:
         path: str,
         missing: Iterable[str] = (),
         unused: Iterable[str] = (),
+        unbuilt: Iterable[str] = (),
     ) -> None:
         self._path = path
         self.missing = list(missing)
         self._unused = list(unused)
+        self._unbuilt = tuple(unbuilt)
         self._is_checked = False
+
+    def update(self, now: "RestoreStatus") -> None:
+        """Take the names from a comparison after an object was built."""
+        now.expect_partial()
+        self.missing, self._unused = now.missing, now._unused
+        self._unbuilt = now._unbuilt
 
     def assert_consumed(self) -> None:
         """Raise unless the checkpoint and the objects have the same names.
@@ -50,7 +63,11 @@ class RestoreStatus:
             CheckpointError: Listing all names that only one side has.
         """
         self._is_checked = True
-        self._raise(_differences(self.missing, self._unused))
+        problems = _differences(self.missing, self._unused)
+        if self._unbuilt:
+            names = ", ".join(name.rstrip("/") for name in self._unbuilt)
+            problems.insert(0, f"not built yet, and restored when built: {names}")
+        self._raise(problems)
 
     def assert_existing_objects_matched(self) -> None:
         """Raise unless the checkpoint has all names of the objects.
@@ -71,7 +88,8 @@ class RestoreStatus:
             raise CheckpointError(_message(self._path, problems))
 
     def __del__(self) -> None:
-        problems = _differences(self.missing, self._unused)
+        unused = [name for name in self._unused if not name.startswith(self._unbuilt)]
+        problems = _differences(self.missing, unused)
         if not self._is_checked and problems:
             _logger.warning(
                 "%s If this is intended, call expect_partial() on the result of "
@@ -86,10 +104,12 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
     Raises:
         CheckpointError: If a shape or dtype differs; it lists all differences.
     """
-    here, remote = {}, []
+    here, remote, unbuilt = {}, [], []
     for entry in entries:
         if isinstance(entry, RemoteEntries):
             remote.append(entry.name)
+        elif isinstance(entry, UnbuiltEntries):
+            unbuilt.append(entry.name)
         else:
             here[entry.name] = entry
     saved = {*contents.arrays, *contents.values}
@@ -117,7 +137,7 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
             _message(path, problems) + " Nothing was restored. Make the objects as "
             "they were when the checkpoint was saved, or restore only some of them."
         )
-    return RestoreStatus(path, missing, unused)
+    return RestoreStatus(path, missing, unused, unbuilt)
 
 
 def set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
