@@ -28,7 +28,7 @@ def only_kernels(tree: Any) -> Any:
     return {key: key == "kernel" for key in tree}
 
 
-ELEMENTWISE: dict[str, Callable[[], Any]] = {
+ALL: dict[str, Callable[[], Any]] = {
     "adadelta": lambda: optax.adadelta(0.5),
     "adagrad": lambda: optax.adagrad(0.1),
     "adam": lambda: optax.adam(0.01),
@@ -51,8 +51,6 @@ ELEMENTWISE: dict[str, Callable[[], Any]] = {
     "sgd, nesterov": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.01),
     "yogi": lambda: optax.yogi(0.01),
-}
-MIXING: dict[str, Callable[[], Any]] = {
     "adafactor": lambda: optax.adafactor(0.01, min_dim_size_to_factor=8),
     "clip_by_global_norm": lambda: optax.chain(
         optax.clip_by_global_norm(0.5), optax.adam(0.01)
@@ -65,7 +63,6 @@ MIXING: dict[str, Callable[[], Any]] = {
     "novograd": lambda: optax.novograd(0.01),
     "size": lambda: optax.stateless_with_tree_map(lambda g, _: -g / g.size),
 }
-ALL = ELEMENTWISE | MIXING
 FEW = ("adam", "adafactor", "clip_by_global_norm", "MultiSteps")
 
 STRATEGIES: dict[str, Callable[[], rx.Strategy]] = {

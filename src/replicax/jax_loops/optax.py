@@ -1,18 +1,31 @@
 """`distributed`: an Optax transformation that combines gradients over the replicas."""
 
+import functools
+import logging
 from typing import TYPE_CHECKING, TypeAlias
 
+import jax
+
 from replicax._util.types import PyTree
+from replicax.engine.checks.divergence import declare_mirrored
 from replicax.engine.collectives import ReduceOp
+from replicax.engine.composites import is_composite
+from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
 from replicax.errors import ContextError
-from replicax.jax_loops.divided_updates import DividedState, DividedUpdates
-from replicax.jax_loops.gradients import reduced
+from replicax.jax_loops.divided_state import (
+    DividedState,
+    divided,
+    gathered,
+    initial_state,
+)
 
 if TYPE_CHECKING:
     import optax
 
 __all__ = ["Transformation", "as_transformation", "distributed", "is_distributed"]
+
+_logger = logging.getLogger("replicax")
 
 _CALLER = "rx.distributed"
 
@@ -37,7 +50,8 @@ def distributed(
 
     Under a strategy that shards optimizer state, such as
     `MirroredStrategy(shard_update=True)`, call `init` in its scope: each replica then
-    holds and updates one block of every large array of the state.
+    holds one block of every large array of the state between updates. An update gathers
+    the state, and every replica makes the whole of it.
 
     Args:
         tx: The transformation that makes the update.
@@ -71,13 +85,12 @@ def distributed(
     """
     tx = as_transformation(tx, _CALLER)
     op = ReduceOp.of(reduce_op, _CALLER)
-    divided = DividedUpdates(tx, _CALLER)
 
     def init(params: PyTree) -> PyTree:
         strategy = current_strategy()
         if strategy is None or not strategy.group.divides_updates:
             return tx.init(params)
-        return divided.init(params, strategy)
+        return initial_state(tx, params, strategy)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
@@ -98,13 +111,45 @@ def distributed(
                 "of its own. Use a Keras model with a Keras optimizer, or "
                 "rx.MultiWorkerMirroredStrategy."
             )
-        if isinstance(state, DividedState):
-            return divided.update(context, op, updates, state, params, extra_args)
-        divided.warn_of_whole_state(context, state)
-        updates = reduced(context, _CALLER, op, updates)
-        return tx.update(updates, state, params, **extra_args)
+        is_divided = isinstance(state, DividedState)
+        if is_divided:
+            state = gathered(context, state)
+        elif divided(context, state) is not state:
+            _warn_of_whole_state(repr(context.strategy))
+        updates = _reduced(context, op, updates)
+        updates, state = tx.update(updates, state, params, **extra_args)
+        return updates, divided(context, state) if is_divided else state
 
     return type(tx)(init, update)
+
+
+def _reduced(context: ReplicaContext, op: ReduceOp, updates: PyTree) -> PyTree:
+    """Combine gradients over the replicas that count; missing ones stay."""
+    leaves, structure = jax.tree.flatten(
+        updates, is_leaf=lambda x: x is None or is_composite(x)
+    )
+    grads = [None if _is_missing(x) else x for x in leaves]
+    combined = context.reduced_gradients(_CALLER, op, grads, [None] * len(grads))
+    return structure.unflatten(
+        own if total is None else declare_mirrored(total)
+        for own, total in zip(leaves, combined, strict=True)
+    )
+
+
+def _is_missing(gradient: object) -> bool:
+    """Whether a leaf is None or JAX's empty gradient of integers (`float0`)."""
+    return getattr(gradient, "dtype", jax.dtypes.float0) == jax.dtypes.float0
+
+
+@functools.cache
+def _warn_of_whole_state(strategy: str) -> None:
+    _logger.warning(
+        "%s: every replica holds the whole optimizer state, though %s shards such "
+        "state. Call tx.init(params) under `with strategy.scope():`, outside of "
+        "jax.jit. (The state of flax.nnx.Optimizer is always whole.)",
+        _CALLER,
+        strategy,
+    )
 
 
 def is_distributed(tx: Transformation) -> bool:
