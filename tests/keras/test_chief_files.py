@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import pytest
+from keras.src.callbacks import remote_monitor
 
 from replicax.keras.session import discarded_files
 
@@ -34,6 +36,16 @@ def test_folder_of_tensorboard_is_another_before_it_opens_files(folder):
         events.set_model(keras.Sequential([keras.Input((1,))]))
         assert Path(events._train_dir).parents[3] == folder
     assert events.log_dir == "events"
+
+
+def test_only_the_chief_sends_messages(folder, monkeypatch):
+    sent = []
+    monkeypatch.setattr(remote_monitor, "requests", SimpleNamespace(post=sent.append))
+    monitor = keras.callbacks.RemoteMonitor(send_as_json=True)
+    with discarded_files([monitor]):
+        monitor.on_epoch_end(0, {"loss": 1.0})
+    assert sent == []
+    assert "on_epoch_end" not in vars(monitor)
 
 
 def test_without_such_callbacks_there_is_no_folder(folder):

@@ -163,8 +163,9 @@ def discarded_files(
 
     For workers that are not the chief: all workers have the same paths, and two that
     write one file damage it. The callbacks still run, since all workers must take part
-    when a callback reads sharded weights.
+    when a callback reads sharded weights. `RemoteMonitor` sends nothing.
     """
+    sends = keras.callbacks.RemoteMonitor.on_epoch_end
     # The launcher deletes this folder if the process is killed.
     parent = os.environ.get(REPORT_DIR)
     folder = ""
@@ -177,6 +178,9 @@ def discarded_files(
                 path = getattr(callback, name)
                 stack.callback(setattr, callback, name, path)
                 setattr(callback, name, _path_in(Path(folder, str(number)), path))
+            if getattr(type(callback), "on_epoch_end", None) is sends:
+                vars(callback)["on_epoch_end"] = keras.callbacks.Callback().on_epoch_end
+                stack.callback(vars(callback).pop, "on_epoch_end")
         yield
 
 
