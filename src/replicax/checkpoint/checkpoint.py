@@ -36,16 +36,18 @@ _COUNTER = "save_counter"
 class Checkpoint:
     """Saves and restores objects by the names of its arguments.
 
-    (TF: `tf.train.Checkpoint`.) A restore replaces numbers, strings and arrays, rather
-    than changing them in place: read them from the checkpoint, as in `checkpoint.step`.
+    (TF: `tf.train.Checkpoint`.) A restore changes Keras and NNX objects in place. It
+    replaces numbers, strings, arrays and pytrees of them, such as Flax' `TrainState`:
+    read these from the checkpoint, as in `checkpoint.step`.
     In a cluster all workers make the same calls; worker 0 writes, all read.
 
     Args:
         root: One object, saved under the name `root`, as in TF.
         **objects: Keras models, layers, optimizers, metrics, variables and seed
-            generators; numbers and strings; arrays; Grain iterators and other objects
-            with `get_state` and `set_state`, or `state_dict` and `load_state_dict`;
-            pytrees of all these. A compiled model includes its optimizer.
+            generators; NNX modules, optimizers, metrics and states; numbers and
+            strings; arrays; Grain iterators and other objects with `get_state` and
+            `set_state`, or `state_dict` and `load_state_dict`; pytrees of all these,
+            whose functions are not saved. A compiled model includes its optimizer.
 
     Raises:
         TypeError: For an object that cannot be saved.
@@ -135,8 +137,9 @@ class Checkpoint:
             None, `assert_consumed()` raises.
 
         Raises:
-            CheckpointError: If the checkpoint is damaged or missing, or if shapes or
-                dtypes differ. The message lists all differences; nothing is restored.
+            CheckpointError: If the checkpoint is damaged or missing, if shapes or
+                dtypes differ, or if it lacks leaves of a pytree or an NNX object. The
+                message lists all differences; nothing is restored.
         """
         if path is None:
             return RestoreStatus("None", missing=self._names).expect_partial()

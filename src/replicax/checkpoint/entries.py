@@ -11,10 +11,12 @@ from typing import TypeAlias
 import jax
 import keras
 import numpy as np
+from jax.sharding import NamedSharding
 
 from replicax._private import keras as internals
 from replicax._util import json_codec
 from replicax._util.types import JSON, PyTree
+from replicax.checkpoint.nnx_variables import is_nnx_object, variables_of
 from replicax.checkpoint.variable_names import HasVariables, named_variables
 from replicax.engine import device_put
 from replicax.engine.composites import is_key
@@ -46,6 +48,8 @@ class ArrayEntry:
         dtype: The required dtype.
         read: Returns the array, on the devices or the host.
         write: Sets the array from a host array of that shape and dtype.
+        in_tree: Whether it is a leaf of a pytree or of an NNX object, which are
+            restored whole.
     """
 
     name: str
@@ -54,6 +58,7 @@ class ArrayEntry:
     dtype: str
     read: Callable[[], np.ndarray | jax.Array]
     write: Callable[[np.ndarray], None]
+    in_tree: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +109,8 @@ Entry: TypeAlias = ArrayEntry | ValueEntry | RemoteEntries | UnbuiltEntries
 def bind(name: str, value: PyTree) -> tuple[list[Entry], Callable[[], PyTree]]:
     """Make the entries of an object; their names begin with `name`.
 
-    The object is a Keras object or variable, an object with a state, an array, a
-    number, a string, or a pytree of these.
+    The object is a Keras object or variable, an NNX object, an object with a state, an
+    array, a number, a string, or a pytree of these. Functions in a pytree are left out.
 
     Returns:
         The entries, and a function that returns the restored object: the same one, or a
@@ -117,16 +122,31 @@ def bind(name: str, value: PyTree) -> tuple[list[Entry], Callable[[], PyTree]]:
     entries: list[Entry] = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
     new_leaves = [leaf for _, leaf in leaves]
+    contents: list[tuple[Callable[[PyTree], None], Callable[[], PyTree]]] = []
     for i, (path, leaf) in enumerate(leaves):
         suffix = jax.tree_util.keystr(path, simple=True, separator="/")
         leaf_name = f"{name}/{suffix}" if suffix else name
-        entries += _leaf_entries(leaf_name, leaf, new_leaves, i)
-    return entries, lambda: jax.tree.unflatten(structure, new_leaves)
+        if is_nnx_object(leaf) and not isinstance(leaf, HasVariables | keras.Variable):
+            for inner, content, put in variables_of(leaf):
+                own, content_of = bind(f"{leaf_name}/{inner}".rstrip("/"), content)
+                entries += own
+                contents.append((put, content_of))
+        elif _is_object(leaf) or not (path and callable(leaf)):
+            entries += _leaf_entries(leaf_name, leaf, new_leaves, i)
+
+    def restored() -> PyTree:
+        for put, content_of in contents:
+            put(content_of())
+        return jax.tree.unflatten(structure, new_leaves)
+
+    return entries, restored
 
 
 def _is_object(x: object) -> bool:
     return not isinstance(x, (dict, list, tuple)) and (
-        isinstance(x, HasVariables | keras.Variable) or state_accessors(x) is not None
+        isinstance(x, HasVariables | keras.Variable)
+        or is_nnx_object(x)
+        or state_accessors(x) is not None
     )
 
 
@@ -214,6 +234,7 @@ def _variable_entry(name: str, variable: keras.Variable) -> ArrayEntry:
         dtype=str(jax.dtypes.canonicalize_dtype(variable.dtype)),
         read=read,
         write=lambda x: internals.set_value(variable, x),
+        in_tree=False,
     )
 
 
@@ -245,15 +266,21 @@ def _jax_entry(
             put(jax.random.wrap_key_data(data, impl=implementation))
 
         return _jax_entry(name, jax.random.key_data(leaf), put_key)
-    sharding = leaf.sharding if leaf.committed else None
+
+    def write(x: np.ndarray) -> None:
+        # A copy: JAX may keep using the NumPy array's memory.
+        if isinstance(leaf.sharding, NamedSharding):
+            put(device_put.laid_out(x.copy(), leaf.sharding))
+        else:
+            put(jax.device_put(x.copy(), leaf.sharding if leaf.committed else None))
+
     return ArrayEntry(
         name=name,
         label=name,
         shape=leaf.shape,
         dtype=str(leaf.dtype),
         read=lambda: leaf,
-        # A copy: JAX may keep using the NumPy array's memory.
-        write=lambda x: put(jax.device_put(x.copy(), sharding)),
+        write=write,
     )
 
 

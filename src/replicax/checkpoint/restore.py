@@ -3,11 +3,14 @@
 import logging
 from collections.abc import Iterable
 
+import numpy as np
+
 from replicax.checkpoint.entries import (
     ArrayEntry,
     Entry,
     RemoteEntries,
     UnbuiltEntries,
+    ValueEntry,
 )
 from replicax.checkpoint.storage import Contents
 from replicax.errors import CheckpointError
@@ -102,7 +105,8 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
     """Compare a checkpoint's names, shapes and dtypes with those of the objects.
 
     Raises:
-        CheckpointError: If a shape or dtype differs; it lists all differences.
+        CheckpointError: If a shape or dtype differs, or if a pytree or an NNX object
+            is in the checkpoint in part; it lists all differences.
     """
     here, remote, unbuilt = {}, [], []
     for entry in entries:
@@ -115,6 +119,13 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
     saved = {*contents.arrays, *contents.values}
     missing = sorted(set(here) - saved)
     unused = sorted(saved - set(here))
+    saved_trees = {name.partition("/")[0] for name in saved if "/" in name}
+    is_partial = any(
+        "/" in name
+        and name.partition("/")[0] in saved_trees
+        and (isinstance(here[name], ValueEntry) or here[name].in_tree)
+        for name in missing
+    )
     # Only the servers know the names of remote entries: compare the prefixes.
     missing += [x for x in remote if not any(n.startswith(x) for n in unused)]
     unused = [name for name in unused if not name.startswith(tuple(remote))]
@@ -127,11 +138,11 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
             if isinstance(entry, ArrayEntry)
             else "a plain value"
         )
-        if has != wants:
+        if has != wants and not _is_number(entry, contents):
             label = contents.labels.get(name, name)
             wrong.append(f"{name} ({label}): {has} saved, {wants} here")
-    if wrong:
-        problems = [f"of another shape or dtype: {'; '.join(wrong)}"]
+    if wrong or is_partial:
+        problems = [f"of another shape or dtype: {'; '.join(wrong)}"] if wrong else []
         problems += _differences(missing, unused)
         raise CheckpointError(
             _message(path, problems) + " Nothing was restored. Make the objects as "
@@ -140,14 +151,33 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
     return RestoreStatus(path, missing, unused, unbuilt)
 
 
+def _is_number(entry: ArrayEntry | ValueEntry, contents: Contents) -> bool:
+    """Whether one side is a number, and the other one an array of rank 0.
+
+    A step makes arrays of the numbers in a pytree, such as the step in a `TrainState`.
+    """
+    if isinstance(entry, ArrayEntry):
+        value = contents.values.get(entry.name)
+        return entry.shape == () and isinstance(value, int | float)
+    array = contents.arrays.get(entry.name)
+    return array is not None and array.shape == () and not entry.of_worker
+
+
 def set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
     """Set the objects' arrays, also those on servers, to a checkpoint's."""
+    arrays, values = contents.arrays, contents.values
     for entry in entries:
-        if isinstance(entry, ArrayEntry) and entry.name in contents.arrays:
-            entry.write(contents.arrays[entry.name])
+        if isinstance(entry, ArrayEntry):
+            if entry.name in arrays:
+                entry.write(arrays[entry.name])
+            elif entry.name in values:
+                entry.write(np.asarray(values[entry.name], entry.dtype))
+        elif isinstance(entry, ValueEntry):
+            if entry.name in arrays:
+                entry.write(arrays[entry.name].item())
         elif isinstance(entry, RemoteEntries):
             prefix = entry.name
-            below = {n: x for n, x in contents.arrays.items() if n.startswith(prefix)}
+            below = {n: x for n, x in arrays.items() if n.startswith(prefix)}
             entry.write({n.removeprefix(prefix): x for n, x in below.items()})
 
 
