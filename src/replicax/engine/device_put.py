@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.stages import Wrapped
@@ -24,6 +25,7 @@ __all__ = [
     "local_value",
     "resharded",
     "rows",
+    "unaliased",
     "warn_of_wide_integers",
 ]
 
@@ -96,6 +98,22 @@ def resharded(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     if _device_order(array.sharding) != _device_order(sharding):
         return jax.device_put(array, sharding)
     return _resharder(sharding)(array)
+
+
+def unaliased(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Place an array, in memory that a program may donate.
+
+    An array that has this sharding is returned itself. Otherwise it is copied where JAX
+    might share the memory of a shard that stays on its device; `may_alias=False` does
+    not prevent this. For an array that is on several processes it is a collective.
+    """
+    if array.sharding == sharding:
+        return array
+    if is_spread(array):
+        return resharded(array, sharding)
+    if sharding.is_fully_replicated or array.sharding.num_devices > 1:
+        array = jnp.copy(array)
+    return laid_out(array, sharding)
 
 
 def _device_order(sharding: Sharding) -> list[object]:

@@ -50,7 +50,7 @@ class DividedState:
 
 
 def _of_all_replicas(value: PyTree) -> PyTree:
-    # Replicas without examples of the last batch have updated their blocks, too.
+    # All blocks count, also those of replicas without examples of the last batch.
     return PerReplica(value.array) if is_per_replica(value) else value
 
 
@@ -66,9 +66,10 @@ jax.tree_util.register_pytree_with_keys(
 def initial_state(
     tx: "optax.GradientTransformation", params: PyTree, strategy: StrategyLike
 ) -> PyTree:
-    """The initial state, divided; whole for `flax.nnx` and in a trace of `jax`.
+    """The initial state of `tx`, divided.
 
-    Outside a replica function it runs one, so all workers must call it.
+    Outside a replica function, `strategy.run` makes it, so all workers must call this.
+    For `flax.nnx.Optimizer`, and in a trace of JAX, the state is whole.
     """
     context = current_context()
     if context is not None:

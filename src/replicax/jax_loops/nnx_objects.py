@@ -39,6 +39,7 @@ from replicax.engine.scope import Scope, current_context
 from replicax.engine.signature import Placeholder, argument_name
 from replicax.engine.values import PerReplica
 from replicax.engine.variables import Variable
+from replicax.jax_loops.nnx_metrics import combined_welfords, summed_variables
 
 __all__ = ["NNXObjects", "ObjectCall", "refuse_closed_over", "take_apart"]
 
@@ -68,13 +69,20 @@ def _is_object(value: object) -> bool:
     return nnx is not None and isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-def _is_object_or_tree(value: object) -> bool:
-    """For `is_leaf`: a `State` is an ordinary tree, though it contains variables.
-
-    JAX warns of iterators that are no leaves.
-    """
-    others = (sys.modules["flax.nnx"].State, PerReplica, Iterator)
+def _is_leaf(value: object) -> bool:
+    """Whether no objects are looked for inside: for `run`, a `State` is a pytree."""
+    others = (sys.modules["flax.nnx"].State, PerReplica, Iterator)  # JAX warns of these
     return isinstance(value, others) or _is_object(value)
+
+
+def _objects_in(tree: PyTree) -> list[tuple[str, str]]:
+    """The path and the class of each NNX object in a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf)
+    return [
+        (jax.tree_util.keystr(path), type(x).__name__)
+        for path, x in leaves
+        if _is_object(x)
+    ]
 
 
 def take_apart(
@@ -99,9 +107,7 @@ def take_apart(
         fn, args = fn.__func__, (fn.__self__, *args)
     elif _is_object(fn):
         fn, args = type(fn).__call__, (fn, *args)
-    pairs, tree = jax.tree_util.tree_flatten_with_path(
-        (args, kwargs), is_leaf=_is_object_or_tree
-    )
+    pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
     roots = {argument_name(path): x for path, x in pairs if _is_object(x)}
     if not roots:
         return None
@@ -166,8 +172,9 @@ class NNXObjects:
         self._variables: list[Variable] = []
         self._is_attribute: list[bool] = []  # An array that is in no NNX variable.
         self._key_impls: dict[int, Any] = {}  # Of random keys, by number.
+        # By number: the key of the last call, and its data in the variable's layout.
         self._placed_keys: dict[int, tuple[jax.Array, jax.Array]] = {}
-        summed = _summed_variables(objects)
+        summed = summed_variables(objects)
         with Scope(strategy):
             for (entry, *inner), array in jax.tree_util.tree_leaves_with_path(contents):
                 (number, *attributes), leaf = self._paths[entry.idx], leaves[entry.idx]
@@ -242,10 +249,7 @@ class NNXObjects:
                 f"are not those of {self._strategy!r}. Use an object with one strategy "
                 "only, or move its arrays to one device first (jax.device_put)."
             )
-        if device_put.is_spread(array):
-            return device_put.resharded(array, layout)
-        # On one device the result may share memory, which a program may donate.
-        return device_put.laid_out(jnp.copy(array), layout)
+        return device_put.unaliased(array, layout)
 
     def call(
         self,
@@ -263,28 +267,18 @@ class NNXObjects:
             before[number] = self._key_of_replica(number, before[number], context)
         contents = jax.tree.unflatten(self._structure, before)
         objects = nnx.graph.unflatten(self._graphdef, contents)
-        welfords = [
-            (metric, _welford_state(metric))
-            for _, metric in nnx.iter_graph(objects)
-            if isinstance(metric, nnx.metrics.Welford)
-        ]
         args, kwargs = jax.tree.map(
             lambda x: objects[x.index] if isinstance(x, Placeholder) else x,
             (args, dict(kwargs)),
         )
-        results = fn(*args, **kwargs)
+        with combined_welfords(objects, context):
+            results = fn(*args, **kwargs)
         caller = f"Strategy.run({describe(fn)})"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            results, is_leaf=_is_object_or_tree
-        ):
-            if _is_object(leaf):
-                raise TypeError(
-                    f"{caller}: results{jax.tree_util.keystr(path)} is an NNX object, "
-                    f"{type(leaf).__name__}. The caller's objects are changed "
-                    "in place: return arrays, or nnx.state(object)."
-                )
-        for metric, state in welfords:
-            _combine_welford(metric, state, context)
+        for path, kind in _objects_in(results):
+            raise TypeError(
+                f"{caller}: results{path} is an NNX object, {kind}. The caller's "
+                "objects are changed in place: return arrays, or nnx.state(object)."
+            )
         self._assign(objects, before, caller)
         return results
 
@@ -327,51 +321,15 @@ class NNXObjects:
             variable.assign(new)
 
 
-def _summed_variables(objects: tuple[Any, ...]) -> set[int]:
-    """Ids of the NNX variables whose increments are summed over the replicas."""
-    from flax import nnx
-
-    return {
-        id(variable)
-        for _, metric in nnx.iter_graph(objects)
-        if isinstance(metric, nnx.metrics.Average)
-        for variable in vars(metric).values()
-        if isinstance(variable, nnx.metrics.MetricState)
-    }
-
-
-def _welford_state(metric: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return tuple(x.get_raw_value() for x in (metric.count, metric.mean, metric.m2))
-
-
-def _combine_welford(
-    metric: Any, before: tuple[jax.Array, ...], context: ReplicaContext
-) -> None:
-    """Combine the replicas' updates, all from the state `before` (Chan et al. 1979)."""
-    count, mean, m2 = _welford_state(metric)
-    if count is before[0]:
-        return
-    shift = mean - before[1]  # About the old mean the sums are small.
-    increments = (count - before[0], count * shift, m2 + count * shift**2 - before[2])
-    counts, sums, squares = context.all_reduce("sum", increments)
-    count = before[0] + counts
-    metric.count[...] = count
-    metric.mean[...] = before[1] + sums / count
-    metric.m2[...] = before[2] + squares - sums**2 / count
-
-
 def refuse_closed_over(fn: Callable[..., PyTree], caller: str) -> None:
     """Raise a TypeError if a function uses an NNX object that is no argument of it."""
     if "flax.nnx" not in sys.modules:
         return
     for name, value in referred_values(fn):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            value, is_leaf=_is_object_or_tree
-        ):
-            if _is_object(leaf):
-                raise TypeError(
-                    f"{caller}: the function uses {name}{jax.tree_util.keystr(path)}, "
-                    f"an NNX object ({type(leaf).__name__}) that is no argument, so "
-                    "its present values would be compiled in. Pass it: strategy.run("
-                    "fn, args=(model, batch)). The function may change it in place."
-                )
+        for path, kind in _objects_in(value):
+            raise TypeError(
+                f"{caller}: the function uses {name}{path}, an NNX object ({kind}) "
+                "that is no argument, so its present values would be compiled in. Pass "
+                "it: strategy.run(fn, args=(model, batch)). The function may change it "
+                "in place."
+            )

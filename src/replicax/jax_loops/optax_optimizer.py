@@ -152,7 +152,7 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         return slot
 
     def _require_update(self, params: PyTree, state: PyTree) -> None:
-        """Raise unless `tx.update` needs no more, and keeps the state's structure."""
+        """Raise if `tx.update` needs extra arguments or changes the state's shapes."""
         try:
             _, new = jax.eval_shape(self._tx.update, params, state, params)
         except TypeError as error:
@@ -285,9 +285,9 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> PyTree:
 
 
 class _FirstState:
-    """The first values of the state, computed when the first of them is asked for.
+    """Computes the initial state, when Keras initializes the first variable of it.
 
-    Variables that are created in a trace get their values after it, weights first.
+    Keras initializes variables that are created in a trace after it, weights first.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from replicax._util.user_code import describe
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.meshes import outside_meshes
 from replicax.engine.scope import current_context
-from replicax.engine.signature import Arguments, Kind, ResultStructure
+from replicax.engine.signature import ResultStructure
 from replicax.errors import ContextError
 from replicax.jax_loops import placement
 from replicax.jax_loops.watched import (
@@ -172,12 +172,19 @@ class OwnJit(ABC):
         kwargs: dict[str, PyTree],
     ) -> T:
         name = f"init({describe(fn)})"
-        arguments, arrays = self._arguments(args, kwargs)
         structure = ResultStructure(None, name)
+        placed = placement.place(
+            (args, kwargs), self.group, self._present_spec, "Strategy.init"
+        )
+        leaves, arguments = jax.tree.flatten(placed)
+        arrays = [x for x in leaves if placement.is_placeable(x)]
 
         def results(arrays: list[jax.Array]) -> list[jax.Array]:
             nonlocal structure
-            args, kwargs = arguments.rebuild(arrays)
+            rest = iter(arrays)
+            args, kwargs = arguments.unflatten(
+                next(rest) if placement.is_placeable(x) else x for x in leaves
+            )
             out = fn(*args, **kwargs)
             structure = ResultStructure(out, name)
             return structure.arrays(out)
@@ -200,25 +207,12 @@ class OwnJit(ABC):
         out = self.group.strategy.runner.dispatch(lambda: jitted(arrays), operation)
         return structure.unflatten(out)
 
-    def _arguments(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[Arguments, list[PyTree]]:
-        """The arguments of `init`, and their arrays on the mesh."""
-
-        def spec(_: object, leaf: PyTree) -> PartitionSpec:
-            sharding = getattr(leaf, "sharding", None)
-            if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
-                return sharding.spec
-            return PartitionSpec()
-
-        placed = placement.place((args, kwargs), self.group, spec, "Strategy.init")
-        leaves, structure = jax.tree.flatten(placed)
-        arrays = [x for x in leaves if placement.is_placeable(x)]
-        statics = [x for x in leaves if not placement.is_placeable(x)]
-        kinds = [
-            Kind.MIRRORED if placement.is_placeable(x) else Kind.STATIC for x in leaves
-        ]
-        return Arguments(structure, kinds, statics), arrays
+    def _present_spec(self, _: object, leaf: PyTree) -> PartitionSpec:
+        """The spec of an array that is on the mesh already; others are replicated."""
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
+            return sharding.spec
+        return PartitionSpec()
 
     def global_batch(self, batch: PyTree) -> PyTree:
         """Convert a distributed batch to arrays of all rows, for your own `jax.jit`.

@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -151,15 +150,7 @@ def _placed(leaf: PyTree, sharding: NamedSharding) -> PyTree:
         # Copied, since JAX may use NumPy's memory for the array.
         leaf = np.array(leaf, dtype_on_devices(leaf.dtype))
         return device_put.laid_out(leaf, sharding)
-    if leaf.sharding == sharding:
-        return leaf
-    if device_put.is_spread(leaf):
-        return device_put.resharded(leaf, sharding)
-    if sharding.is_fully_replicated or leaf.sharding.num_devices > 1:
-        # JAX may share the memory of a shard that stays on its device, and a step that
-        # donates the placed array would delete the user's.
-        leaf = jnp.copy(leaf)
-    return device_put.laid_out(leaf, sharding)
+    return device_put.unaliased(leaf, sharding)
 
 
 def _agree_on_values(
@@ -212,14 +203,6 @@ def global_batch(batch: PyTree, group: ReplicaGroup) -> PyTree:
     if _is_described(group.mirrored):
         shapes = jax.eval_shape(functools.partial(_joined, num_active), arrays)
         rows = [_placed(x, s) for x, s in zip(shapes, shardings, strict=True)]
-    elif any(isinstance(x, jax.core.Tracer) for x in arrays):
-        rows = list(
-            map(
-                lax.with_sharding_constraint,
-                _joined(num_active, arrays),
-                shardings,
-            )
-        )
     else:
         rows = _joiner(num_active, shardings)(arrays)
     rest = iter(rows)

@@ -267,16 +267,14 @@ class ProgramRunner:
             return array
         if not isinstance(array, jax.Array):
             return device_put.rows(self.group.local_part(array), wanted)
+        if kind is Kind.MIRRORED:
+            if array.sharding != wanted and not array.is_fully_replicated:
+                self._warn_of_sharded(array)
+            return device_put.unaliased(array, wanted)
         if array.sharding == wanted:
             return array
-        if kind is Kind.MIRRORED and not array.is_fully_replicated:
-            self._warn_of_sharded(array)
         if device_put.is_spread(array):
             return device_put.resharded(array, wanted)
-        # Copied first: on one device the placed array may share a variable's memory,
-        # and the program donates that (`may_alias=False` does not prevent it).
-        if kind is Kind.MIRRORED:
-            return device_put.laid_out(jnp.copy(array), wanted)
         return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
 
     def _warn_of_undivided(self, array: jax.Array | np.ndarray) -> None:
