@@ -32,12 +32,12 @@ CHANGES = [(a, b) for a in STRATEGIES for b in STRATEGIES if a != b]
 class Net(nnx.Module):
     """A module with statistics, a random key, a shared weight and an array."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, rate: float = 0.0) -> None:
         rngs = nnx.Rngs(seed)
         self.layers = nnx.List([nnx.Linear(64, 256, rngs=rngs)])
         self.shared = self.layers[0].kernel
         self.seen = nnx.BatchStat(jnp.zeros(64))
-        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
         self.offset = nnx.data(jnp.full(2, seed, "float32"))
         self.parent = self  # A cycle.
 
@@ -63,8 +63,8 @@ def train_step(model: Any, optimizer: Any, mean: Any, batch: Any) -> Any:
 class Training:
     """A model with all that its training needs."""
 
-    def __init__(self, seed: int, strategy: rx.Strategy) -> None:
-        self.model = Net(seed)
+    def __init__(self, seed: int, strategy: rx.Strategy, rate: float = 0.0) -> None:
+        self.model = Net(seed, rate)
         self.optimizer = nnx.Optimizer(self.model, optax.adam(0.1), wrt=nnx.Param)
         self.mean = nnx.metrics.Average()
         self.strategy = strategy
@@ -214,10 +214,10 @@ def test_other_structures_are_refused_with_the_path(tmp_path: Path) -> None:
         ({"tree": {"a": np.zeros(2), "b": {"0": "x"}}}, "tree/b/0 .* a plain value"),
     ):
         checkpoint = rx.Checkpoint(**target)
-        before = numbers(jax.tree.leaves(nnx.state(long)))
+        before = numbers(nnx.state((wide, long)))
         with pytest.raises(rx.CheckpointError, match=message):
             checkpoint.restore(path)
-        assert_equal(jax.tree.leaves(nnx.state(long)), before)
+        assert_equal(nnx.state((wide, long)), before)
     part = rx.Checkpoint(tree={"a": np.zeros(2)})
     part.restore(path).expect_partial()
     assert part.tree["a"].tolist() == [1, 1]
@@ -225,16 +225,15 @@ def test_other_structures_are_refused_with_the_path(tmp_path: Path) -> None:
         rx.Checkpoint(fn=linen_step)
 
 
-def test_a_manager_resumes_nnx_objects(tmp_path: Path) -> None:
-    first = Training(0, STRATEGIES["mirrored"]())
+def test_a_manager_resumes_nnx_objects_and_their_random_numbers(tmp_path: Path) -> None:
+    first = Training(0, STRATEGIES["mirrored"](), rate=0.5)
     with rx.CheckpointManager(first.checkpoint, tmp_path / "run") as manager:
         first.train(2)
         manager.save()
         expected = first.train(1)  # While the save is written.
-    other = Training(1, STRATEGIES["mirrored"]())
-    assert rx.CheckpointManager(
-        other.checkpoint, tmp_path / "run"
-    ).restore_or_initialize()
+    other = Training(1, STRATEGIES["mirrored"](), rate=0.5)
+    manager = rx.CheckpointManager(other.checkpoint, tmp_path / "run")
+    assert manager.restore_or_initialize()
     assert other.train(1) == expected
 
 
@@ -282,7 +281,9 @@ def on_two_workers(folder: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.multiprocess
-def test_two_workers_restore_their_shards(tmp_path: Path) -> None:
+def test_two_workers_restore_their_shards_and_one_restores_theirs(
+    tmp_path: Path,
+) -> None:
     results = replicax.testing.run(
         on_two_workers,
         args=(str(tmp_path),),
@@ -290,5 +291,10 @@ def test_two_workers_restore_their_shards(tmp_path: Path) -> None:
         logical_devices=2,
         deadline_seconds=120,
     )
+    alone = Training(1, STRATEGIES["mirrored"]())
+    manager = rx.CheckpointManager(alone.checkpoint, tmp_path)
+    assert manager.restore_or_initialize()
+    losses = alone.train(1)
     for expected, resumed in results.returned.values():
         np.testing.assert_allclose(resumed, expected, rtol=1e-6)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)

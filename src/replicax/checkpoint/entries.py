@@ -196,8 +196,8 @@ def _leaf_entries(
         return [_value_entry(name, lambda: leaf, put, of_worker=False)]
     raise TypeError(
         f"Checkpoint: {name} is a {type(leaf).__name__}, which cannot be saved. "
-        "Expected a Keras object or variable, an array, a number, a string, a pytree "
-        "of these, or an object with get_state and set_state."
+        "Expected a Keras or NNX object, a variable, an array, a number, a string, a "
+        "pytree of these, or an object with get_state and set_state."
     )
 
 

@@ -3,6 +3,7 @@
 Flax is met only where the user has imported it.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 
@@ -31,9 +32,9 @@ def variables_of(
         if isinstance(leaf, nnx.Variable):
             yield path, leaf.get_raw_value(), leaf.set_raw_value
         else:
-            yield path, leaf, _setter(owner, keys)
+            yield path, leaf, functools.partial(_set_attribute, owner, keys)
 
 
-def _setter(owner: PyTree, keys: tuple[PyTree, ...]) -> Callable[[PyTree], None]:
+def _set_attribute(owner: PyTree, keys: tuple[PyTree, ...], array: PyTree) -> None:
     nnx = sys.modules["flax.nnx"]
-    return lambda array: nnx.update(owner, nnx.from_flat_state([(keys, array)]))
+    nnx.update(owner, nnx.from_flat_state([(keys, array)]))
