@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
 
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
@@ -70,7 +71,7 @@ def _is_object(value: object) -> bool:
 
 
 def _is_leaf(value: object) -> bool:
-    """Whether no objects are looked for inside: for `run`, a `State` is a pytree."""
+    """Whether a search for objects ends here: a `State` of variables is a pytree."""
     others = (sys.modules["flax.nnx"].State, PerReplica, Iterator)  # JAX warns of these
     return isinstance(value, others) or _is_object(value)
 
@@ -108,7 +109,7 @@ def take_apart(
     elif _is_object(fn):
         fn, args = type(fn).__call__, (fn, *args)
     pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
-    roots = {argument_name(path): x for path, x in pairs if _is_object(x)}
+    roots = {path: x for path, x in pairs if _is_object(x)}
     if not roots:
         return None
     graphdef, _, leaves, contents = _flat(tuple(roots.values()))
@@ -117,11 +118,7 @@ def take_apart(
     objects = cache.get(
         NNXObjects,
         (graphdef, structure, tuple(roots), kinds),
-        lambda: NNXObjects(
-            strategy,
-            roots,
-            {p[1].idx if p[0].idx == 0 else -1 for p, x in pairs if _is_object(x)},
-        ),
+        lambda: NNXObjects(strategy, roots),
     )
     placeholders = iter(objects.placeholders)
     flat = [next(placeholders) if _is_object(x) else x for _, x in pairs]
@@ -149,28 +146,24 @@ class NNXObjects:
         positions: The positions of arguments with objects; -1 for keyword arguments.
     """
 
-    def __init__(
-        self,
-        strategy: StrategyLike,
-        roots: Mapping[str, Any],
-        positions: set[int],
-    ) -> None:
-        """See `take_apart`; `roots` are the first such objects, by argument."""
+    def __init__(self, strategy: StrategyLike, roots: Mapping[KeyPath, Any]) -> None:
+        """See `take_apart`; `roots` are the first such objects, by path."""
+        arguments = [argument_name(path) for path in roots]
         if not strategy.home.on_replicas or strategy.group.updates_at_home:
             raise NotImplementedError(
-                f"Strategy.run: {next(iter(roots))} is an NNX object, but {strategy!r} "
+                f"Strategy.run: {arguments[0]} is an NNX object, but {strategy!r} "
                 "keeps variables apart from its replicas. Use rx.MirroredStrategy or "
                 "rx.FullyShardedStrategy."
             )
-        self.positions = positions
+        self.positions = {p[1].idx if p[0].idx == 0 else -1 for p in roots}
         self._strategy = strategy
         self._lock = threading.Lock()
-        objects, arguments = tuple(roots.values()), tuple(roots)
+        objects = tuple(roots.values())
         self.placeholders = [Placeholder(self, i) for i in range(len(objects))]
         self._graphdef, self._paths, leaves, contents = _flat(objects)
         self._structure = jax.tree.structure(contents)
         self._variables: list[Variable] = []
-        self._is_attribute: list[bool] = []  # An array that is in no NNX variable.
+        self._is_attribute: list[bool] = []  # Itself, in no NNX variable.
         self._key_impls: dict[int, Any] = {}  # Of random keys, by number.
         # By number: the key of the last call, and its data in the variable's layout.
         self._placed_keys: dict[int, tuple[jax.Array, jax.Array]] = {}

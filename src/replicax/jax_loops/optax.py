@@ -41,7 +41,7 @@ def distributed(
     or a loop of your own. In a function that `strategy.run` runs, its `update` takes
     this replica's own gradients, combines them by the strategy's `CommunicationOptions`
     and calls `tx.update` with the result, so parameters and optimizer state stay equal
-    on all replicas. Elsewhere, also in your own `jax.jit`, it is `tx`.
+    on all replicas. Elsewhere, also in your own `jax.jit`, `update` is that of `tx`.
 
     Put transformations that clip or accumulate inside: around `distributed`, as in
     `optax.chain(optax.clip_by_global_norm(1.0), rx.distributed(tx))`, they see this
@@ -124,7 +124,7 @@ def distributed(
 
 
 def _reduced(context: ReplicaContext, op: ReduceOp, updates: PyTree) -> PyTree:
-    """Combine gradients over the replicas that count; missing ones stay."""
+    """Combine gradients over the replicas that count; missing ones stay missing."""
     leaves, structure = jax.tree.flatten(
         updates, is_leaf=lambda x: x is None or is_composite(x)
     )

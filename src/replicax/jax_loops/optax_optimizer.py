@@ -87,7 +87,7 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
                 "OptaxOptimizer: tx is a result of rx.distributed, but Keras "
                 "optimizers combine gradients already. Pass the transformation itself."
             )
-        self._keys: list[str] = []
+        self._names: list[str] = []  # Of the trainable variables; unique.
         self._key_impls: list[str | None] = []  # Of the leaves that are random keys.
         self._slots: list[keras.Variable] = []
         self._structure = jax.tree.structure(None)
@@ -98,14 +98,14 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             return
         super().build(variables)
         paths = [v.path for v in variables]
-        self._keys = [
+        self._names = [
             path if paths.index(path) == i else f"{path}:{i}"
             for i, path in enumerate(paths)
         ]
-        by_key = dict(zip(self._keys, variables, strict=True))
+        by_name = dict(zip(self._names, variables, strict=True))
         shapes = {
             k: jax.ShapeDtypeStruct(tuple(v.shape), stored_dtype(v))
-            for k, v in by_key.items()
+            for k, v in by_name.items()
         }
         impls = self._key_impls
 
@@ -117,18 +117,18 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         state = jax.eval_shape(init, shapes)
         self._require_update(shapes, state)
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(state)
-        first = _FirstState(self._tx, by_key)
+        initial = _InitialState(self._tx, by_name)
         for number, (path, leaf) in enumerate(leaves):
-            key = getattr(path[-1], "key", None) if path else None
-            variable = by_key.get(key) if isinstance(key, str) else None
-            self._slots.append(self._slot(path, leaf, variable, first.leaf(number)))
+            name = getattr(path[-1], "key", None) if path else None
+            variable = by_name.get(name) if isinstance(name, str) else None
+            self._slots.append(self._slot(path, leaf, variable, initial.leaf(number)))
 
     def _slot(
         self,
         path: tuple[Any, ...],
         leaf: jax.ShapeDtypeStruct,
         variable: keras.Variable | None,
-        first: PyTree,
+        initializer: PyTree,  # Called by Keras, which declares a string.
     ) -> keras.Variable:
         """Create a leaf's variable, which is sharded like other slots of its weight."""
         if variable is not None and leaf.shape == tuple(variable.shape):
@@ -136,12 +136,12 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
                 path=variable.path, shape=leaf.shape, dtype=leaf.dtype.name
             )
             slot = self.add_variable_from_reference(
-                reference, _name_of(path[:-1]), first
+                reference, _name_of(path[:-1]), initializer
             )
         else:
             data = jax.eval_shape(_stored, leaf)
             slot = self.add_variable(
-                data.shape, first, data.dtype.name, name=_name_of(path)
+                data.shape, initializer, data.dtype.name, name=_name_of(path)
             )
         if slot is None:
             raise NotImplementedError(
@@ -185,15 +185,15 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
                 "variables of an optimizer together: set trainable = False on their "
                 "layers before compile, or give them an optimizer of their own."
             )
-        params = {k: v.value for k, v in zip(self._keys, trained, strict=True)}
+        params = {k: v.value for k, v in zip(self._names, trained, strict=True)}
         grads = {
-            k: gradient_of[id(v)] for k, v in zip(self._keys, trained, strict=True)
+            k: gradient_of[id(v)] for k, v in zip(self._names, trained, strict=True)
         }
         pairs = zip(self._slots, self._key_impls, strict=True)
         state = self._structure.unflatten(_restored(v.value, impl) for v, impl in pairs)
         updates, state = self._tx.update(grads, state, params)
         new: PyTree = optax.apply_updates(params, updates)
-        for key, variable in zip(self._keys, trained, strict=True):
+        for key, variable in zip(self._names, trained, strict=True):
             variable.assign(new[key])
         for slot, leaf in zip(self._slots, jax.tree.leaves(state), strict=True):
             slot.assign(_stored(leaf))
@@ -284,7 +284,7 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> PyTree:
     return None if isinstance(rate, _UnknownRate) else rate
 
 
-class _FirstState:
+class _InitialState:
     """Computes the initial state, when Keras initializes the first variable of it.
 
     Keras initializes variables that are created in a trace after it, weights first.

@@ -105,7 +105,7 @@ def paths_without_match(tree: PyTree, rule: MatchedRule) -> list[str]:
 def place(tree: PyTree, group: ReplicaGroup, spec: Spec, caller: str) -> PyTree:
     """Place the arrays of a pytree on the group's mesh; other leaves stay.
 
-    Workers compare the values that each of them has in whole.
+    Workers compare the values of arrays that each worker has whole.
 
     Args:
         tree: The pytree. The shapes of arrays get a sharding. Inside `jax.jit`, arrays
@@ -156,7 +156,7 @@ def _placed(leaf: PyTree, sharding: NamedSharding) -> PyTree:
 def _agree_on_values(
     flat: Sequence[tuple[KeyPath, PyTree]], group: ReplicaGroup, caller: str
 ) -> None:
-    """Compare between workers the arrays that each of them has in whole."""
+    """Compare arrays between workers; their values, if each worker has them whole."""
     workers = group.strategy.workers
     concrete = [
         (path_of(keys), leaf)
