@@ -118,7 +118,6 @@ def rounds_with_checkpoints(options):
     state = rx.Checkpoint(total=trainer.total, optimizer=trainer.optimizer)
     made = len(list(folder.glob("round-*"))) if is_chief else 0
     if made:
-        trainer.optimizer.build([trainer.layer.anchor, trainer.total])
         state.restore(folder / f"round-{made}").assert_existing_objects_matched()
     for number in range(made, ROUNDS):
         for i in range(PER_ROUND):
