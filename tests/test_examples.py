@@ -112,6 +112,35 @@ def test_loop_with_optax_on_two_workers() -> None:
     assert "epoch" not in other
 
 
+def losses_in(output: str) -> list[float]:
+    """The losses of the epochs, as rounded as they are printed."""
+    return [float(x) for x in re.findall(r"^epoch.* loss ([\d.]+)", output, re.M)]
+
+
+def test_nnx_on_one_device_and_on_two(tmp_path: Path) -> None:
+    arguments = ("nnx_digits.py", "--epochs=10")
+    one = run_example(*arguments, "--replicas=1", "--batch-size=64", cwd=tmp_path)
+    two = run_example(*arguments, "--replicas=2", "--batch-size=32", cwd=tmp_path)
+    assert len(losses_in(one)) == 10
+    assert losses_in(two) == pytest.approx(losses_in(one), rel=1e-3, abs=2e-4)
+    assert accuracy_in(two) == pytest.approx(accuracy_in(one), abs=0.003)
+    assert accuracy_in(two) > 0.95
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200)
+def test_nnx_on_two_workers(tmp_path: Path) -> None:
+    script, arguments = EXAMPLES / "nnx_digits.py", ("--epochs=10", "--batch-size=32")
+    results = replicax.testing.run(
+        script, num_workers=2, args=arguments, deadline_seconds=180
+    )
+    chief, other = results["worker:0"].output, results["worker:1"].output
+    alone = run_example(script.name, *arguments, "--replicas=2", cwd=tmp_path)
+    assert losses_in(chief) == pytest.approx(losses_in(alone), rel=1e-3, abs=2e-4)
+    assert accuracy_in(chief) > 0.95
+    assert "epoch" not in other
+
+
 @pytest.mark.slow
 def test_multi_worker_alone(tmp_path: Path) -> None:
     output = run_example("multi_worker.py", "--epochs=6", cwd=tmp_path)
