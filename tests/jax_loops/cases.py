@@ -52,6 +52,7 @@ class Replicas(Protocol):
 
     def axis_names(self) -> tuple[str, ...]:
         """For JAX's collectives."""
+        ...
 
     def own_key(self, key: Any) -> Any:
         """A random key of this replica."""
