@@ -117,7 +117,6 @@ class Program:
         self.facts = self._options.facts
         self.operation = Operation(self.name, b"", self._options.num_steps or 1)
         self._donated = arguments.numbers_in(self._options.donated)
-        self._arguments = arguments
         self._step = ReplicaStep(fn, group, arguments, self._options, self.name)
         self.deferred_updates: list[Update] = []
         if self._options.variables is None or self._step.divides_updates:
@@ -150,7 +149,7 @@ class Program:
     @property
     def mirrored_arguments(self) -> dict[int, str]:
         """The names of arguments that every replica gets whole; `{}` until traced."""
-        return self._arguments.mirrored
+        return self.arguments.mirrored
 
     @property
     def trains(self) -> bool:

@@ -224,8 +224,10 @@ class Strategy(DatasetMaker, OwnJit):
         Raises:
             ContextError: Inside a replica function or a JAX transformation, or for a
                 variable that was not created in this strategy's scope.
-            DivergenceError: If a mirrored variable is assigned a value that differs
-                between replicas.
+            DivergenceError: If a mirrored variable, or a variable of an NNX object, is
+                assigned a value that differs between replicas; or if an argument that
+                was equal on all replicas in an earlier call of `fn` is now a result
+                that differs.
 
         Example:
             >>> import replicax as rx
