@@ -284,3 +284,8 @@ def test_a_repeated_call_is_not_flattened_leaf_by_leaf(strategy: rx.Strategy) ->
         assert flatten(batch, result).num_active == 1
     assert flatten(rx.PerReplica(rows, is_batch=True), result).num_active is None
     assert flatten(rx.PerReplica(rows), result).num_active == 1
+
+
+def test_mutable_arrays_are_refused(strategy: rx.Strategy) -> None:
+    with pytest.raises(TypeError, match="mutable array"):
+        strategy.run(lambda ref: ref[...], args=(jax.new_ref(jnp.ones(2)),))

@@ -280,6 +280,12 @@ def flatten_call(
                     "numbers or booleans. Encode it as numbers, or pass a string or a "
                     "tuple of strings, which become constants of the program."
                 )
+        elif isinstance(leaf, jax.Ref):
+            raise TypeError(
+                f"Strategy.run: got a mutable array, {leaf!r}. Pass its value, "
+                "ref[...], and return the new one; or keep it in a keras.Variable or "
+                "an nnx.Variable, which run changes in place."
+            )
         elif is_foreign(leaf):
             raise TypeError(
                 f"Strategy.run: got a {described(leaf)}, which JAX does not support. "
