@@ -64,9 +64,9 @@ def tf_config(
 ) -> TaskConfig:
     """Parse and validate the text of the environment variable `TF_CONFIG`.
 
-    The text is a JSON object with the keys `cluster` and `task`; without both, there is
-    one machine and no cluster. Other keys, which Kubeflow and cloud services add, are
-    ignored. `task_type` and `task_id` override the task's.
+    The text is a JSON object with the keys `cluster` and `task`; if both are absent,
+    there is no cluster. Other keys, which Kubeflow and cloud services add, are ignored.
+    The arguments `task_type` and `task_id` override the `type` and `index` of `task`.
 
     Raises:
         ClusterConfigError: If the cluster is not usable or does not contain the task.
@@ -233,5 +233,5 @@ def _check_task(cluster: Mapping[str, object], job: object, index: object) -> No
 
 def _hint(job: object) -> str:
     if job == "master":
-        return "TensorFlow 1 called the chief so: write 'chief'"
+        return "TensorFlow 1 used this name for the chief: write 'chief'"
     return f"there are {', '.join(JOBS)}"

@@ -63,7 +63,7 @@ class ClusterResolver(ABC):
             rpc_layer: Prefix of the address, as in `"grpc://host:2222"`.
 
         Returns:
-            The address; empty on a single machine and for an unlisted task.
+            The address; empty on a single machine and for an unlisted job.
         """
         job = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
@@ -149,7 +149,7 @@ class SimpleClusterResolver(KnownCluster):
         rpc_layer: Prefix of the addresses that `master()` returns.
 
     Raises:
-        TypeError: If `cluster_spec` is no ClusterSpec.
+        TypeError: If `cluster_spec` is neither a ClusterSpec nor a dict for one.
 
     Example:
         >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"]})

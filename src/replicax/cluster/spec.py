@@ -164,7 +164,7 @@ class ClusterSpec:
 
 
 def _tasks_of(job: object, tasks: object) -> dict[int, str]:
-    numbered: dict[Any, Any] = {None: tasks}  # None: neither a list nor a dict.
+    numbered: dict[Any, Any] = {None: tasks}  # Rejected below: None is no index.
     if isinstance(tasks, Mapping):
         numbered = dict(tasks)
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):

@@ -91,11 +91,11 @@ class Topology:
 
 
 def topology_of(devices: Sequence[Any]) -> Topology:
-    """Compute the topology of all devices, or described devices, of TPU slices."""
+    """Compute the topology of TPU slices from all their devices, real or described."""
     slices = [getattr(d, "slice_index", None) or 0 for d in devices]
     # CPU devices that stand in for chips have no coordinates.
     coords = [getattr(d, "coords", None) or (d.id, 0, 0) for d in devices]
-    chips = {(number, *place) for number, place in zip(slices, coords, strict=True)}
+    chips = {(index, *xyz) for index, xyz in zip(slices, coords, strict=True)}
     x, y, z = (
         1 + max(chip[i] for chip in chips) - min(chip[i] for chip in chips)
         for i in (1, 2, 3)
@@ -113,7 +113,7 @@ def topology_of(devices: Sequence[Any]) -> Topology:
 def join_slice(
     resolver: TPUClusterResolver, timeouts: Timeouts, caller: str
 ) -> Workers:
-    """Join the processes of the slice's other hosts; on one host, do nothing.
+    """Join the slice's other hosts; on one host, only a running `jax.distributed` job.
 
     For several slices JAX detects the hosts. For one slice the resolver provides them:
     JAX would first ask the metadata server about slices, for up to minutes.
@@ -169,7 +169,7 @@ def experimental_connect_to_cluster(
         timeouts: The deadlines; `rx.TPUStrategy` uses them, too.
 
     Raises:
-        ClusterConfigError: For another resolver or cluster: strategies connect to them.
+        ClusterConfigError: For another resolver or cluster: its strategy joins it.
         DeviceError: If the environment describes a slice, but there are no chips here.
         ClusterError: If a host is missing at the start-up deadline.
         RuntimeError: On several hosts, if JAX has already started its devices.
@@ -208,9 +208,8 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
     if len(hosts) != workers.count:
         raise ClusterConfigError(
             f"{caller}: the TPU's chips belong to {len(hosts)} hosts, but "
-            f"{workers.count} joined. Start the script on every host of the slice, "
-            "with TPU_WORKER_HOSTNAMES and TPU_WORKER_ID set or without "
-            "TPU_SKIP_MDS_QUERY."
+            f"{workers.count} joined. Start the script on every host of the slice. Set "
+            "TPU_WORKER_HOSTNAMES and TPU_WORKER_ID there, or unset TPU_SKIP_MDS_QUERY."
         )
     return sorted(devices, key=lambda d: (d.process_index, d.id))
 

@@ -140,14 +140,14 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
     Args:
         arrays: Pytree of `[N, ...]` NumPy arrays, such as `(x, y)`, which are not
             copied. JAX arrays, data frames and series of pandas, and lists of numbers
-            or strings become NumPy arrays; numbers of lists have 32 bits.
+            or strings become NumPy arrays; lists of numbers become int32 or float32.
 
     Returns:
         A `grain.MapDataset` of `N` elements, pytrees of `[...]` arrays.
 
     Raises:
         ValueError: If the arrays differ in dimension 0, or if there is no array.
-        TypeError: For composite arrays; at the first read for sparse arrays.
+        TypeError: For quantised and similar arrays; at the first read, for sparse ones.
 
     Example:
         >>> rows = numpy_dataset((np.arange(4), np.arange(4) ** 2))
@@ -168,9 +168,9 @@ def _is_list(value: object) -> bool:
 
 
 def _as_array(values: Any) -> Any:
-    """Convert a list to an array with TensorFlow's dtypes, and a JAX array to NumPy's.
+    """Convert a JAX array to NumPy, and a list to an array with TensorFlow's dtypes.
 
-    Each indexing of a JAX array would run a program.
+    Indexing a JAX array would run a program for each row.
     """
     if isinstance(values, jax.Array):
         return np.asarray(values)

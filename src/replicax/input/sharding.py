@@ -30,8 +30,8 @@ class AutoShardPolicy(enum.Enum):
         FILE: Each worker reads its own files, of a `FileDataset`.
         DATA: All workers read the same batches in the same order, and each worker
             trains on its rows of every batch.
-        OFF: No sharding: each worker reads its own dataset. The dataset's batches have
-            the global size; each worker splits a batch into one step per worker.
+        OFF: No sharding: each worker reads its own dataset. The batches have the global
+            size; with `n` workers in lockstep, each splits a batch into `n` steps.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -170,7 +170,7 @@ class InputShard:
     def of_evaluation(self) -> "InputShard":
         """The shard that this worker evaluates and predicts on.
 
-        In this class the worker's own part: workers in lockstep combine their results.
+        Here the same shard as for training: workers in lockstep combine their results.
         """
         return self
 
@@ -194,7 +194,7 @@ class InputShard:
             log.note_epoch(Operation(name, f"{name};".encode()))
 
     def batch_recorder(self, name: str) -> Callable[[], None]:
-        """Return a function that records, for that check, the read of a batch."""
+        """Return a function that records a batch's read, to check workers' order."""
         log = self._workers.log
         if log is None:
             return lambda: None

@@ -138,7 +138,7 @@ def is_dataset(value: object) -> bool:
 
 
 def is_one_shot(dataset: Dataset) -> bool:
-    """Whether `dataset` can be iterated only once, as a generator object.
+    """Whether `dataset` can be iterated only once, such as a generator object.
 
     A `PyDataset` can be iterated again, also if it is an iterator: Keras has such a
     class for its `ImageDataGenerator`.

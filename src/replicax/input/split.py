@@ -80,8 +80,8 @@ class Split:
         batch: Pytree of `[R, b, ...]` arrays, or None if the whole batch was dropped.
         mask: `bool[R, b]`, False for copies; None unless the policy is `"pad"`.
         num_dropped: Number of dropped examples.
-        num_active: The first `num_active` replicas have examples of their own, the
-            other replicas have copies; None: all have examples of their own.
+        num_active: Number of replicas with examples of their own; the last replicas
+            have copies. None: all have their own, or the policy is `"pad"`.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -213,7 +213,7 @@ def split_global_batch(
         mask = _rows(np.arange(len(rows)) < size, num_replicas)
     else:
         num_dropped = extra
-    if extra:  # Indexing would copy JAX arrays.
+    if extra:  # If there are none, indexing would only copy JAX arrays.
         batch = jax.tree.map(lambda x: x[rows], batch)
     batch = jax.tree.map(lambda x: _rows(x, num_replicas), batch)
     return Split(batch=batch, mask=mask, num_dropped=num_dropped, num_active=num_active)
@@ -229,8 +229,8 @@ def stack_replica_batches(
     At the end of an epoch there may be fewer batches than replicas, or a last batch
     with fewer rows. Then the policy applies:
 
-    - `"keep"`: equal batches go to as many replicas; unequal batches are concatenated,
-      and split by `split_global_batch`.
+    - `"keep"`: `k` equal batches go to the first `k` replicas; unequal batches are
+      concatenated, and split by `split_global_batch`.
     - `"drop"`: all batches are dropped.
     - `"pad"`: copies fill the missing rows and batches; the mask marks them.
 
@@ -242,7 +242,7 @@ def stack_replica_batches(
     policy = Remainder.of(remainder, caller)
     sizes = [leading_size(batch, caller) for batch in batches]
     is_uneven = len(set(sizes)) > 1
-    # At the end of the data, only the last batch is shorter.
+    # Only a shorter last batch is the end of the data; other sizes are an error.
     if is_uneven and (len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]):
         policy = Remainder.ERROR
     if is_uneven and policy is Remainder.KEEP:

@@ -21,15 +21,15 @@ _STRAGGLER_S = 1.0  # For tasks that are still starting or still writing files.
 _MAX_DELETIONS = 5
 
 
-def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoReturn:
+def become_task(pipe: int, parent: int, cores: str, command: list[str]) -> NoReturn:
     """Execute `command` in this process, which becomes the task.
 
-    `guard` is the file descriptor for registering with the guard, `parent` the
+    `pipe` is the file descriptor for registering with the guard, `parent` the
     launcher's process id, and `cores` the cores to pin to; empty: all.
     """
-    os.write(guard, b"+%d\n" % os.getpid())
-    os.close(guard)
-    # Only after the registration: if the launcher ends later, the guard kills this.
+    os.write(pipe, b"+%d\n" % os.getpid())
+    os.close(pipe)
+    # Check after registering: if the launcher ends later, the guard kills this task.
     if os.getppid() != parent:
         sys.exit("The launcher of this cluster has exited.")
     if cores:
@@ -62,8 +62,8 @@ def guard(announcements: int, folder: str) -> None:
         timeout = None if launcher in unread else _STRAGGLER_S
         if not select.select(list(unread), [], [], timeout)[0]:
             break
-        # A task registers before the launcher reports the task's end. To keep this
-        # order, the launcher's pipe is read first and applied last.
+        # A task registers before the launcher reports its end. Reading reports first
+        # ensures that their registrations are readable; those are applied first.
         lines = {d: _read_lines(d, unread) for d in (launcher, announcements)}
         for line in lines[announcements] + lines[launcher]:
             (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))

@@ -58,10 +58,10 @@ class TaskConsole:
     def write(self, name: str, chunk: bytes) -> None:
         """Write a chunk of a task's output, line by line; `b""` ends the output."""
         text = self._unfinished[name] + chunk
-        is_end = not chunk or len(text) > _LONGEST_LINE_BYTES
+        flush_rest = not chunk or len(text) > _LONGEST_LINE_BYTES
         # Not `splitlines`: a carriage return is part of a line.
         *lines, rest = text.split(b"\n")
-        if is_end and rest:
+        if flush_rest and rest:
             lines, rest = [*lines, rest], b""
         self._unfinished[name] = rest
         self._last_lines[name].extend(line[:1000] for line in lines)

@@ -51,7 +51,7 @@ class Supervisor:
         self._num_forwarded = 0
         self._kill_at: dict[str, float] = {}  # SIGKILL deadlines of signalled tasks.
         self._killed: set[str] = set()
-        self._since: dict[str, float] = {}
+        self._dismiss_since: dict[str, float] = {}  # Start times of timers by event.
 
     # Hooks for subclasses.
 
@@ -101,7 +101,7 @@ class Supervisor:
         self.running.add(name)
         self._kill_at.pop(name, None)
         self._killed.discard(name)
-        self._since.clear()
+        self._dismiss_since.clear()
 
     # The end of tasks.
 
@@ -122,13 +122,13 @@ class Supervisor:
             after: Description of the event for a message; None: no message.
         """
         names = names - self.dismissed
-        begin = self._since.setdefault(since, time.monotonic())
+        begin = self._dismiss_since.setdefault(since, time.monotonic())
         if not names or time.monotonic() < begin + seconds:
             return
         if after is not None:
             self._say(
                 f"{listed(sorted(names))} did not end within {seconds:g} s after "
-                f"{after}: ending it."
+                f"{after}: terminating."
             )
         self.dismissed |= names
         self.terminate(names - set(self._kill_at))
