@@ -28,7 +28,7 @@ from replicax.strategies.strategy import Strategy
 
 __all__ = ["analyse", "plan"]
 
-_SHARE_OF_JAX = 0.75
+_PREALLOCATED_SHARE = 0.75
 
 
 def plan(
@@ -52,14 +52,14 @@ def plan(
         step: A replica function for `strategy.run` that calls `optimizer.apply`, or a
             compiled Keras model.
         args: For a replica function: its arguments. A `jax.ShapeDtypeStruct` may
-            replace an array. A `PerReplica` is `[R, ...]` with one entry per chip of
-            the topology; with another R, only the shape of an entry counts. For a
+            replace an array. A `PerReplica` is `[R, ...]` with one entry per device of
+            the topology; for another R, only an entry's shape and dtype are used. For a
             model: one global batch `(x, y)` or `(x, y, sample_weight)`, with leaves
             `[B, ...]` for all chips together.
         kwargs: Keyword arguments of a replica function.
         topology: A slice of TPU chips, such as `"v5e:2x4"`; NVIDIA GPUs, `"h100:8"` of
             one host or `"h100:4x8"` of four; or devices of this machine, `"cpu:8"` or
-            `"gpu:4"`. Other hardware than this machine's may be absent.
+            `"gpu:4"`. Only these must be present.
         num_slices: Number of TPU slices, which the hosts' network connects.
         link_bandwidth: Bytes per second, in one direction, that a device sends to the
             other devices of its slice or host; None: the published figure.
@@ -196,8 +196,8 @@ def _notes(
     chip = topology.chip
     if topology.num_slices > 1 and chip and topology.rates.network_bandwidth is None:
         notes.append(
-            f"No network bandwidth between slices is published for {chip.name}: its "
-            "time is left out."
+            f"No network bandwidth between slices is published for {chip.name}: the "
+            "network's time is not counted."
         )
     if chip is None:
         notes.append(
@@ -227,7 +227,7 @@ def _notes_of_loops(summary: ProgramSummary, work: Work) -> list[str]:
     subject = f"{loops} loop{'s' if loops > 1 else ''} in the step"
     if work.schedule is not None:
         return [f"{subject} of unknown length: one iteration of each counts."]
-    once = f"; FLOPs of {unknown} of unknown length, too" if unknown else ""
+    once = f"; for {unknown} of unknown length, so do FLOPs" if unknown else ""
     return [f"{subject}: bytes moved count one iteration of each{once}."]
 
 
@@ -237,9 +237,9 @@ def _notes_of_memory(memory: Memory | None, *, is_card: bool) -> list[str]:
     used = memory.peak / memory.capacity
     if 0.9 < used <= 1:
         return ["The memory is nearly full; the runtime needs some of it, too."]
-    if is_card and _SHARE_OF_JAX < used <= 1:
+    if is_card and _PREALLOCATED_SHARE < used <= 1:
         return [
-            f"JAX takes {_SHARE_OF_JAX:.0%} of a card's memory by default, and the "
-            "step needs more: set XLA_PYTHON_CLIENT_MEM_FRACTION=.95."
+            f"JAX takes {_PREALLOCATED_SHARE:.0%} of a card's memory by default, and "
+            "the step needs more: set XLA_PYTHON_CLIENT_MEM_FRACTION=.95."
         ]
     return []

@@ -19,8 +19,8 @@ __all__ = [
     "Groups",
     "Instruction",
     "arrays",
-    "called",
     "calls",
+    "calls_of",
     "elements",
     "num_bytes",
     "on_chip_bytes",
@@ -90,7 +90,7 @@ class Call:
 
     Attributes:
         caller: The instruction that calls the computation; None for the entry.
-        times: Number of executions; a loop of unknown length executes once.
+        times: Number of executions; a loop of unknown length counts once.
         trips: For the body of a loop: the number of iterations; None: unknown.
         is_async: Whether the program continues during the computation.
         is_fused: Whether the computation is in a fusion, which stores only its result.
@@ -133,7 +133,7 @@ def calls(computations: Mapping[str, Computation], entry: str) -> Iterator[Call]
         call = waiting.pop(0)
         yield call
         for instruction in computations[call.computation].values():
-            waiting += called(instruction, call, computations)
+            waiting += calls_of(instruction, call, computations)
 
 
 def starts_async(instruction: Instruction) -> bool:
@@ -166,17 +166,17 @@ def _instruction(line: str) -> Instruction | None:
     )
 
 
-def called(
+def calls_of(
     instruction: Instruction, call: Call, computations: Mapping[str, Computation]
 ) -> Iterator[Call]:
     """Yield the paths of the computations that an instruction of `call` calls."""
     if instruction.opcode in ("async-update", "async-done"):
         return  # The path was already yielded for their `async-start`.
-    names = _CALLED.findall(instruction.attributes)
+    pairs = _CALLED.findall(instruction.attributes)  # (role, name).
     for branches in _BRANCHES.findall(instruction.attributes):
-        names += [("branch", name) for name in _OPERAND.findall(branches)]
-    roles = dict(names)
-    for role, name in names:
+        pairs += [("branch", name) for name in _OPERAND.findall(branches)]
+    name_by_role = dict(pairs)
+    for role, name in pairs:
         if role == "condition" or name not in computations:
             continue
         trips = None
@@ -184,7 +184,7 @@ def called(
             trips = _trip_count(
                 instruction,
                 computations[call.computation],
-                computations.get(roles.get("condition", ""), {}),
+                computations.get(name_by_role.get("condition", ""), {}),
             )
         yield Call(
             computation=name,
@@ -212,8 +212,8 @@ def _trip_count(
     if bound is None or index is None or state is None or state.opcode != "tuple":
         return None
     first = _constant(state.operands[int(index[1])], enclosing)
-    last = _constant(bound.name, condition)
-    return None if first is None or last is None else max(last - first, 0)
+    stop = _constant(bound.name, condition)
+    return None if first is None or stop is None else max(stop - first, 0)
 
 
 def _constant(name: str, computation: Computation) -> int | None:
@@ -332,7 +332,7 @@ def replica_groups(attributes: str) -> Groups:
 
 
 def source_target_groups(attributes: str) -> Groups:
-    """Parse the groups of devices that sends connect, directly or in a chain.
+    """Parse groups of devices that exchange data, directly or through others.
 
     Example:
         >>> source_target_groups("source_target_pairs={{0,1},{1,0},{2,3}}")

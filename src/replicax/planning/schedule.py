@@ -15,7 +15,7 @@ from replicax.planning.hlo import (
     Computation,
     Instruction,
     arrays,
-    called,
+    calls_of,
     num_bytes,
     parse,
 )
@@ -191,7 +191,7 @@ def _parts(call: Call, computations: Mapping[str, Computation]) -> Iterator[Part
             else:
                 yield Done(instruction.name)
         elif opcode in ("while", "call", "conditional", "async-start"):
-            for inner in called(instruction, call, computations):
+            for inner in calls_of(instruction, call, computations):
                 yield WhileLoop(inner.trips or 1, tuple(_parts(inner, computations)))
         elif opcode not in _WITHOUT_WORK:
             yield _kernel(instruction, call, computations)
@@ -205,7 +205,7 @@ def _collective_of(
         return read_collective(instruction, call)
     wrapped = [
         read_collective(inner, path)
-        for path in called(instruction, call, computations)
+        for path in calls_of(instruction, call, computations)
         for inner in computations[path.computation].values()
     ]
     return next((collective for collective in wrapped if collective), None)
@@ -221,7 +221,7 @@ def _kernel(
     sizes: list[float] = [num_bytes(operand.shape) for operand in operands]
     written = num_bytes(instruction.shape)
     if instruction.opcode == "fusion":
-        for path in called(instruction, call, computations):
+        for path in calls_of(instruction, call, computations):
             body = computations[path.computation]
             sizes = [min(size, _bytes_read(body, i)) for i, size in enumerate(sizes)]
             written = _bytes_written(body, written)
@@ -248,7 +248,7 @@ def _count(
     if instruction.opcode == "fusion":
         return sum(
             _count(inner, computations[path.computation], path, computations, products)
-            for path in called(instruction, call, computations)
+            for path in calls_of(instruction, call, computations)
             for inner in computations[path.computation].values()
         )
     if instruction.opcode in _MOVES:

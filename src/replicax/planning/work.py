@@ -1,7 +1,7 @@
 """Counts the FLOPs, bytes and collectives of a step, and computes their times.
 
 FLOPs and bytes are XLA's own counts, or, for GPUs, counts of the scheduled kernels. The
-times of collectives are for the devices of a topology, or another number of them.
+times of collectives are for a topology's devices, or for another number of devices.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ class Work:
     """The FLOPs and bytes of one step on a device, and their times.
 
     Attributes:
-        compute: Seconds of the FLOPs.
-        memory: Seconds of the bytes.
+        compute: Seconds that the FLOPs take at the device's peak rate.
+        memory: Seconds that the bytes take at the memory's bandwidth.
         schedule: A GPU program's kernels and collectives, in order; None: not a GPU.
         is_loop_of_steps: Whether the program is a loop over the steps of an execution.
     """
@@ -173,8 +173,8 @@ class StepCollectives:
     def _seconds(self, collective: Collective, size: int) -> tuple[float, float]:
         """Compute the seconds of one collective on links, and on the network.
 
-        If the collective is over all devices of the estimate, it is also over all of
-        `size` devices; other collectives keep the size of their groups.
+        A group of all devices of the estimate, or of one device of each domain, grows
+        with `size`; other groups keep their size.
         """
         topology = self._topology
         group = _groups(collective, self.size)[0]

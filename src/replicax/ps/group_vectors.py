@@ -88,8 +88,8 @@ class GroupLayout:
         return self._unpack(jax.device_put(dict(received), self._sharding))
 
     def _in_pushed_dtypes(self, gradients: list[jax.Array]) -> list[jax.Array]:
-        dtypes = zip(gradients, self._pushed_dtypes, strict=True)
-        return [gradient.astype(dtype) for gradient, dtype in dtypes]
+        pairs = zip(gradients, self._pushed_dtypes, strict=True)
+        return [gradient.astype(dtype) for gradient, dtype in pairs]
 
     def _unpacked(self, received: Mapping[int, _Vectors]) -> list[PyTree]:
         unpacked = {
@@ -134,17 +134,17 @@ VariableSlot = tuple[str, int | None]
 """A slot's name, and the index of its trained variable in the group, or None."""
 
 
-Announced = list[tuple[str, int | None, tuple[int, ...]]]
+SlotHeader = list[tuple[str, int | None, tuple[int, ...]]]
 """The slots in a message's header: the name, shard and shape of each."""
 
 
-def slots_to_message(slots: Slots) -> tuple[Announced, dict[str, np.ndarray]]:
+def slots_to_message(slots: Slots) -> tuple[SlotHeader, dict[str, np.ndarray]]:
     """Encode slots as a message's header and vectors."""
     header = [(key.name, key.shard, x.shape) for key, x in slots.items()]
     return header, {str(i): np.ravel(x) for i, x in enumerate(slots.values())}
 
 
-def slots_from_message(header: Announced, vectors: Mapping[str, np.ndarray]) -> Slots:
+def slots_from_message(header: SlotHeader, vectors: Mapping[str, np.ndarray]) -> Slots:
     """Decode the slots of a message."""
     return {
         SlotKey(name, shard): vectors[str(i)].reshape(shape)
@@ -157,14 +157,14 @@ def join_slots(
 ) -> dict[VariableSlot, np.ndarray]:
     """Concatenate each slot from its shards on the servers.
 
-    Of a slot that belongs to no variable, such as the step count, each server has a
-    copy; the first server's copy is returned.
+    Each server has a copy of a slot that belongs to no variable, such as the step
+    count; the result has the first server's copy.
     """
     pieces: dict[VariableSlot, dict[int, np.ndarray]] = {}  # By slot and first row.
     for server, slots in on_servers.items():
         shards = group.shards_on(server)
-        for (name, place), array in slots.items():
-            shard = None if place is None else shards[place]
+        for (name, index), array in slots.items():
+            shard = None if index is None else shards[index]
             variable = None if shard is None else shard.variable
             first = shard.rows[0] if shard and shard.rows else 0
             pieces.setdefault((name, variable), {}).setdefault(first, array)
@@ -176,15 +176,15 @@ def cut_slots(
     group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
 ) -> Slots:
     """Slice each slot for one server."""
-    places: dict[int, list[tuple[int, VariableShard]]] = {}
-    for place, shard in enumerate(group.shards_on(server)):
-        places.setdefault(shard.variable, []).append((place, shard))
+    own: dict[int, list[tuple[int, VariableShard]]] = {}  # By variable.
+    for index, shard in enumerate(group.shards_on(server)):
+        own.setdefault(shard.variable, []).append((index, shard))
     cut: Slots = {}
     for (name, variable), array in slots.items():
         if variable is None:
             cut[SlotKey(name, None)] = array
             continue
-        for place, shard in places.get(variable, ()):
+        for index, shard in own.get(variable, ()):
             rows = array if shard.rows is None else array[slice(*shard.rows)]
-            cut[SlotKey(name, place)] = rows
+            cut[SlotKey(name, index)] = rows
     return cut

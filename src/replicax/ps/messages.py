@@ -15,7 +15,7 @@ import numpy as np
 
 from replicax.ps.dense_group import DenseGroup
 from replicax.ps.group_vectors import (
-    Announced,
+    SlotHeader,
     SlotKey,
     slots_from_message,
     slots_to_message,
@@ -100,7 +100,7 @@ class TablePushed(msgspec.Struct):
 class GroupSlots(msgspec.Struct):
     """Keys and shapes of the optimizer's slots that follow as vectors."""
 
-    slots: Announced
+    slots: SlotHeader
 
 
 # Messages.

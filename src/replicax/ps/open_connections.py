@@ -13,7 +13,7 @@ __all__ = ["disconnect", "peer_name"]
 
 
 def peer_name(text: str) -> str:
-    """The address in gRPC's name of a peer.
+    """Extract the address from the name that gRPC gives a peer.
 
     Example:
         >>> peer_name("ipv4:192.0.2.7:50062"), peer_name("ipv6:%5B::1%5D:50062")
@@ -25,7 +25,7 @@ def peer_name(text: str) -> str:
 
 
 def disconnect(port: int) -> None:
-    """Shut down all connections to a port of this process, also during a call."""
+    """Shut down all connections to a port of this process, and so abort their calls."""
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError), _duplicate(int(name)) as sock:
             is_internet = sock.family in (socket.AF_INET, socket.AF_INET6)

@@ -206,7 +206,7 @@ class FixedShardsPartitioner(_CheckedPartitioner):
     (TensorFlow: `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.)
 
     Args:
-        num_shards: Number of shards. A variable with fewer rows has one row in each.
+        num_shards: Number of shards. A variable with fewer rows has a shard per row.
 
     Raises:
         ValueError: If `num_shards` is less than 1.
@@ -224,12 +224,12 @@ class FixedShardsPartitioner(_CheckedPartitioner):
 
 @dataclasses.dataclass(frozen=True)
 class MinSizePartitioner(_CheckedPartitioner):
-    """Cuts a variable into many shards, none much smaller than a number of bytes.
+    """Cuts a variable of n bytes into at most `ceil(n / min_shard_bytes)` shards.
 
     (TensorFlow: `tf.distribute.experimental.partitioners.MinSizePartitioner`.)
 
     Args:
-        min_shard_bytes: Bytes that a shard should have at least.
+        min_shard_bytes: Bytes that decide the number of shards; one may be smaller.
         max_shards: Largest number of shards. With the default of 1 nothing is cut.
 
     Raises:
@@ -250,7 +250,7 @@ class MinSizePartitioner(_CheckedPartitioner):
 
 @dataclasses.dataclass(frozen=True)
 class MaxSizePartitioner(_CheckedPartitioner):
-    """Cuts a variable into few shards of at most a number of bytes.
+    """Cuts a variable into the fewest shards of at most `max_shard_bytes`.
 
     (TensorFlow: `tf.distribute.experimental.partitioners.MaxSizePartitioner`.)
 
@@ -303,7 +303,7 @@ def place(
     _keep_whole(name, variables, cuts, can_split and can_spread)
     if num_servers > 1 and not can_spread:
         reason = "its optimizer needs all gradients at once"
-        _logger.warning("group %r: one server has all of it: %s.", name, reason)
+        _logger.warning("group %r: one server holds all variables: %s.", name, reason)
         num_servers = 1
     pieces = [(i, rows) for i, ranges in enumerate(cuts) for rows in ranges]
     shards = [_shard(variables[i], i, rows) for i, rows in pieces]

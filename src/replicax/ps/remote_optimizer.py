@@ -1,14 +1,14 @@
 """A worker's client of a group's optimizer, which runs on the servers.
 
-Of the optimizer's state a worker has only two numbers, in local variables: the step
+A worker has only two numbers of the optimizer's state, in local variables: the step
 count and, unless a schedule sets it, the learning rate.
 
 - The step count is the group's updates in this job plus `steps_ahead`, the steps before
   this job.
 - All workers use the chief's `steps_ahead`. They read it from the board when they
   connect to the group, and when an epoch begins.
-- A number that this worker did not write was assigned by the user. Only the chief sends
-  assigned numbers to the servers.
+- If a variable has a number that this worker did not write, the user assigned it. Only
+  the chief sends assigned numbers to the servers.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ class RemoteOptimizer:
         """The variable of the step count; None before `watch`."""
         return None if self._steps is None else self._steps.variable
 
-    def hand_out_steps(self, stored: dict[int, jax.Array]) -> None:
+    def store_steps(self, stored: dict[int, jax.Array]) -> None:
         """Add the step count to `stored`, by the id of its variable."""
         if self._steps is not None:
             stored[id(self._steps.variable)] = self._current_steps(self._steps)
@@ -149,7 +149,7 @@ class RemoteOptimizer:
 
 
 class _SharedNumber:
-    """A local variable with a number that the servers have, too.
+    """A local variable, and the servers' copy of its number.
 
     Keeps the last number from the servers, to detect a number that the user assigns.
     """

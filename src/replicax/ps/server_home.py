@@ -156,7 +156,7 @@ class ServerHome(ReplicaHome):
             for group in connected.groups:
                 group.hand_out(stored)
                 if group.optimizer is not None:
-                    group.optimizer.hand_out_steps(stored)
+                    group.optimizer.store_steps(stored)
         changed = [*program.changed, *connected.others]
         internals.write_values(changed, [stored[id(v)] for v in changed])
         return result.results

@@ -88,15 +88,15 @@ class VariableStore:
     # Tables.
 
     def create_table(self, spec: TableSpec) -> Table:
-        """Create a table, unless a table of its name and sizes exists."""
+        """Create a table; an existing table of equal sizes and dtype keeps its rows."""
         table = self._get_or_create(
             self._tables, spec.name, lambda: self._new_table(spec)
         )
         if not spec.fits(table.spec):
-            has = table.spec
+            old = table.spec
             raise TableError(
-                f"Table {spec.name!r} is here already, with {has.num_rows} rows of "
-                f"{has.dim}; got {spec.num_rows} rows of {spec.dim}. Give the layer "
+                f"Table {spec.name!r} is here already, with {old.num_rows} rows of "
+                f"{old.dim}; got {spec.num_rows} rows of {spec.dim}. Give the layer "
                 "another name, or restart the servers without their snapshots."
             )
         return table
@@ -177,8 +177,8 @@ class VariableStore:
     def status(self) -> JSONObject:
         """Versions, counts of updates, and staleness, as JSON values.
 
-        `applied` counts the updates in the values, `lost` the updates that restarts
-        have undone. Both are sums over the trained groups; without trained groups, over
+        `applied` counts the updates that the values contain, `lost` the updates that
+        restarts have undone. Both are sums over the trained groups; without these, over
         all groups; without groups, over all tables. `staleness` maps each worker to a
         histogram of its pushes to trained groups.
         """

@@ -148,7 +148,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker does what one worker does for all, such as exports."""
+        """Whether this worker does what only one worker may do, such as exports."""
         return self.session is None or self.session.is_chief
 
     def _agree_on_random_state(self) -> None:

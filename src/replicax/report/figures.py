@@ -16,7 +16,7 @@ _MAX_WORKER_CURVES = 6
 class _EpochPositions:
     """Positions of epochs on the x axis, where each `fit` follows the previous one.
 
-    A later `initial_epoch` continues the epoch numbers of the previous `fit`.
+    A `fit` with an `initial_epoch` continues the epoch numbers of the previous one.
     """
 
     def __init__(self, fits: Sequence[Fit]) -> None:
@@ -80,7 +80,7 @@ def speed_charts(run: Run) -> list[Chart]:
     is_process = any(e.memory.of == "process" for e in epochs)
     peak = max((b for b in map(memory_bytes, epochs) if math.isfinite(b)), default=0.0)
     # One unit for the whole axis, so that its labels are round numbers.
-    size, name = (2.0**30, "GiB") if peak >= 2**31 else (2.0**20, "MiB")
+    size, suffix = (2.0**30, "GiB") if peak >= 2**31 else (2.0**20, "MiB")
 
     def of_workers(value: Callable[[EpochRecord], float]) -> list[Series]:
         return _by_worker(run, positions, value)
@@ -117,13 +117,13 @@ def speed_charts(run: Run) -> list[Chart]:
         chart(
             "Memory of the process" if is_process else "Memory of the fullest device",
             of_workers(lambda e: memory_bytes(e) / size),
-            lambda y: f"{y:.4g} {name}",
+            lambda y: f"{y:.4g} {suffix}",
         ),
         chart(
             "Staleness of gradients",
             of_workers(lambda e: mean_staleness(e.staleness)),
             plain,
-            "Mean number of updates by others between values and gradients.",
+            "Mean number of updates between a gradient's values and its own update.",
         ),
     ]
     return [chart for chart in charts if chart is not None]

@@ -42,7 +42,7 @@ _WORKER_COLUMNS = [
     "waiting for input",
     "memory",
     "peak",
-    "staleness, mean and most",
+    "staleness, mean and largest",
 ]
 
 
@@ -156,14 +156,14 @@ def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
 def _rate(run: Run) -> str:
     counts_own = run.workers[0].fits[-1].begin.counts_own
     workers = run.workers if counts_own else run.workers[:1]
-    epochs = [worker.fits[-1].epochs for worker in workers]
-    rates = [merged(part).examples_per_s for part in epochs if part]
+    last_fits = [worker.fits[-1] for worker in workers]
+    rates = [merged(fit.epochs).examples_per_s for fit in last_fits if fit.epochs]
     finite = [rate for rate in rates if math.isfinite(rate)]
     return plain(round(sum(finite), 1)) if finite else "not measured"
 
 
-def _figure(value: float, form: Callable[[float], str]) -> str:
-    return form(value) if math.isfinite(value) else "not measured"
+def _figure(value: float, format_: Callable[[float], str]) -> str:
+    return format_(value) if math.isfinite(value) else "not measured"
 
 
 def _percent(share: float) -> str:

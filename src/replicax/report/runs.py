@@ -78,7 +78,7 @@ class EpochRecord(_Event, frozen=True, kw_only=True, tag="epoch"):
     Attributes:
         number: Keras' number of the epoch, from 0.
         wall_s: Time from its beginning until the devices finished its steps.
-        counts: The recorder's tally by name.
+        counts: The recorder's `Tally`; `first_*`: of executions that compiled.
         exchange_s: With parameter servers: time of exchanging gradients and values.
         staleness: With parameter servers: histogram of the updates' staleness.
     """
@@ -167,7 +167,7 @@ class Run:
 
 
 def read_run(page: Path) -> Run:
-    """Read the workers' event logs for a page; empty without a folder."""
+    """Read the workers' event logs for a page; without any, an empty run."""
     workers = [_worker(number, file) for number, file in files_of(page)]
     workers = [worker for worker in workers if worker.fits]
     if not workers:
@@ -218,7 +218,7 @@ def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:
     """Merge epochs into one, with the last one's logs and number.
 
     If no step of an epoch was timed, because all executions compiled or other workers
-    ran the steps, only its counts are added.
+    ran the steps, its counts and compile time are added, but not its other times.
     """
     counts: Counter[str] = Counter()
     staleness: Counter[int] = Counter()
