@@ -24,7 +24,7 @@ class RestoreStatus:
     """The result of a restore: the names that only one side had.
 
     (TF: the result of `tf.train.Checkpoint.restore`.) The destructor of a status logs
-    these names, unless one of the methods was called.
+    these names, unless `expect_partial` or an assertion was called.
 
     Attributes:
         missing: Names in the objects that are not in the checkpoint.
@@ -54,16 +54,16 @@ class RestoreStatus:
         self._is_checked = False
 
     def update(self, now: "RestoreStatus") -> None:
-        """Take the names from a comparison after an object was built."""
+        """Replace the names by those of `now`, compared after an object was built."""
         now.expect_partial()
         self.missing, self._unused = now.missing, now._unused
         self._unbuilt = now._unbuilt
 
     def assert_consumed(self) -> None:
-        """Raise unless the checkpoint and the objects have the same names.
+        """Raise unless all objects are built and have exactly the checkpoint's names.
 
         Raises:
-            CheckpointError: Listing all names that only one side has.
+            CheckpointError: Listing unbuilt objects and names that only one side has.
         """
         self._is_checked = True
         problems = _differences(self.missing, self._unused)
@@ -154,7 +154,7 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
 def _is_number(entry: ArrayEntry | ValueEntry, contents: Contents) -> bool:
     """Whether one side is a number, and the other one an array of rank 0.
 
-    A step makes arrays of the numbers in a pytree, such as the step in a `TrainState`.
+    A step turns a pytree's numbers into arrays, such as `step` in a `TrainState`.
     """
     if isinstance(entry, ArrayEntry):
         value = contents.values.get(entry.name)

@@ -82,7 +82,7 @@ def is_foreign(value: object) -> bool:
 
 
 def one_of(value: PyTree, components: Sequence[PyTree]) -> PyTree:
-    """One replica's value of the stacked array `value`, from the value's components."""
+    """Build an array of one replica, like the stacked `value`, from `components`."""
     one = jax.tree.unflatten(jax.tree.structure(value), components)
     if isinstance(one, sparse.BCOO):
         one.shape = one.shape[1:]

@@ -91,9 +91,9 @@ def outside_scopes() -> Generator[None]:
 
 
 def called_in(
-    strategy: StrategyLike, call: Callable[[], T], name: Call | None = None
+    strategy: StrategyLike, call: Callable[[], T], user_call: Call | None = None
 ) -> T:
-    """Call a function in a strategy's scope; messages name the method `name`.
+    """Call a function in a strategy's scope; messages name the method of `user_call`.
 
     Afterwards the thread's state is restored, even if a `with` in the call could not
     exit: Python may raise KeyboardInterrupt at the first instruction of `__exit__`, but
@@ -104,9 +104,9 @@ def called_in(
     """
     strategies, context, outer = _state.strategies, _state.context, _state.call
     scope = current_scope()
-    _require_outer(strategy)
+    _require_no_other_scope(strategy)
     try:
-        _state.call = name or outer
+        _state.call = user_call or outer
         _state.strategies = (*strategies, strategy)
         return outside_meshes(call)
     except BaseException:
@@ -117,7 +117,7 @@ def called_in(
         _state.strategies, _state.context, _state.call = strategies, context, outer
 
 
-def _require_outer(strategy: StrategyLike) -> None:
+def _require_no_other_scope(strategy: StrategyLike) -> None:
     outer = current_strategy()
     if outer is not None and outer is not strategy:
         raise ContextError(
@@ -133,7 +133,7 @@ class Scope:
         self._strategy = strategy
 
     def __enter__(self) -> StrategyLike:
-        _require_outer(self._strategy)
+        _require_no_other_scope(self._strategy)
         _state.strategies = (*_state.strategies, self._strategy)
         return self._strategy
 

@@ -89,8 +89,8 @@ class _GrainAdapter(GrainDatasetAdapter):
         """Begin an iteration over the dataset; returns its batches."""
         dataset, iteration = self._source, self.iteration
         _num_iterations[dataset] = self.iteration = iteration + 1
-        of_iteration = with_dataset(self, reshuffled(dataset, iteration))
-        return GrainDatasetAdapter.get_jax_iterator(of_iteration)
+        adapter = with_dataset(self, reshuffled(dataset, iteration))
+        return GrainDatasetAdapter.get_jax_iterator(adapter)
 
 
 class DistributedAdapter:
@@ -210,9 +210,9 @@ def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
             ]
             return jax.tree.unflatten(structure, rows)
 
-        # Draw indices only (0 stands for the arrays): Keras would map over the tree of
-        # arrays for each batch, which takes longer than all else that a batch of a tiny
-        # model needs here.
+        # Draw indices only (0 stands for the arrays). Keras would map over the tree of
+        # arrays for each batch. For a tiny model, this takes longer than the rest of
+        # the work on a batch here.
         for indices in draw(lambda _, indices: indices, 0):
             yield LazyBatch(cut, indices)
 

@@ -28,7 +28,7 @@ from replicax.engine.whole_batch import (
     name_of,
 )
 
-__all__ = ["computed_as_compiled", "keeps_rows", "replaced_methods"]
+__all__ = ["computed_as_compiled", "is_sum_over_rows", "replaced_methods"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -77,7 +77,7 @@ _OF_ALL_AXES = (keras.losses.dice, keras.losses.tversky)
 """Functions that combine all rows unless `axis` is set."""
 
 
-def keeps_rows(item: PyTree, outputs: PyTree) -> bool:
+def is_sum_over_rows(item: PyTree, outputs: PyTree) -> bool:
     """Whether a compiled loss or metric is a sum or mean over the rows of `outputs`.
 
     A subclass of a class in the tables may override methods, so it must declare this.
@@ -91,7 +91,7 @@ def keeps_rows(item: PyTree, outputs: PyTree) -> bool:
     default = None if fn in _OF_ALL_AXES else -1
     axis = options.get("axis", getattr(item, "axis", default))
     leaves = jax.tree.leaves(outputs, is_leaf=is_composite)
-    return not any(_takes_in_rows(axis, x.ndim) for x in leaves)
+    return not any(_includes_rows(axis, x.ndim) for x in leaves)
 
 
 def _is_known(item: PyTree) -> bool:
@@ -105,7 +105,7 @@ def _is_of_keras(item: PyTree, names: frozenset[str]) -> bool:
     return name in names and any(getattr(m, name, None) is item for m in modules)
 
 
-def _takes_in_rows(axis: int | Iterable[int] | None, rank: int) -> bool:
+def _includes_rows(axis: int | Iterable[int] | None, rank: int) -> bool:
     """Whether `axis` includes axis 0, the rows, of outputs of this rank."""
     if axis is None or rank < 2:  # The last axis is the rows.
         return True
@@ -134,7 +134,7 @@ def computed_as_compiled(model: keras.Model) -> Generator[None]:
 
 
 def _as_compiled(loss: PyTree) -> PyTree:
-    is_replaced = getattr(loss, "func", None) is _compute  # A tape replays the step.
+    is_replaced = getattr(loss, "func", None) is _compute  # Replays are nested.
     return loss if is_replaced else functools.partial(_compute, loss)
 
 
@@ -148,7 +148,7 @@ def _compute(
         shapes = [x.shape for x in jax.tree.leaves(outputs, is_leaf=is_composite)]
         if not are_of_rows(shapes, context.model.batch[0].shape[0]):
             context.model.has_odd_outputs = True
-    if keeps_rows(loss, outputs):
+    if is_sum_over_rows(loss, outputs):
         context.model.is_per_example = keeps_own_rows(loss) is True
         try:
             return loss(y, outputs, sample_weight)
@@ -161,7 +161,7 @@ def _compute(
         f"loss {name_of(loss)}",
         inner if isinstance(inner, keras.losses.Loss) else loss,
         (y, outputs, sample_weight),
-        most_bytes=_limit(loss, fn),
+        most_bytes=_most_bytes(loss, fn),
     )
 
 
@@ -177,21 +177,21 @@ def _update(
         update(*args, **kwargs)
         return
     outputs = args[1] if len(args) > 1 else kwargs.get("y_pred")
-    if not is_compiled or keeps_rows(metric, outputs):
+    if not is_compiled or is_sum_over_rows(metric, outputs):
         outer, context.model.is_in_metric = context.model.is_in_metric, True
         try:
             update(*args, **kwargs)
         finally:
             context.model.is_in_metric = outer
         return
-    limit = _limit(metric, function_of(metric)[0])
+    limit = _most_bytes(metric, function_of(metric)[0])
     name = f"metric {name_of(metric)}"
     computed_whole(context, name, update, args, kwargs, most_bytes=limit)
 
 
-def _limit(*items: object) -> float:
-    declared = any(keeps_own_rows(item) is False for item in items)
-    return float("inf") if declared else MOST_BYTES
+def _most_bytes(*items: object) -> float:
+    is_declared_whole = any(keeps_own_rows(item) is False for item in items)
+    return float("inf") if is_declared_whole else MOST_BYTES
 
 
 @contextlib.contextmanager

@@ -133,8 +133,8 @@ def _init_trainer(
     original(model, *args, **kwargs)
 
 
-def _runs(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The hook of a model's method that runs steps: it calls replicax' `method`."""
+def _hook_of(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Make the hook that calls `method` in place of Keras' method of a model."""
 
     def hook(
         original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
@@ -157,7 +157,7 @@ def _run(
     _refuse_scope(original, model, strategy)
     if strategy is None:
         _warn_of_no_scope(name, model)
-        if name != "fit" or not _wants_loop(kwargs.get("callbacks"), *args):
+        if name != "fit" or not _callbacks_need_loop(kwargs.get("callbacks"), *args):
             return original(model, *args, **kwargs)
         strategy = providers.default_strategy()
     if not building.has_call(model):
@@ -215,16 +215,16 @@ def _refuse_scope(
     """
     scope = current_strategy()
     if scope is not None and scope is not strategy:
-        home = f", in that of another one, {strategy!r}" if strategy else ""
+        home = f" (under {strategy!r})" if strategy else ""
         raise ContextError(
             f"{type(model).__name__}.{original.__name__}: model {model.name!r} was "
-            f"made outside the scope of {scope!r}{home}, and is used under it. Make "
-            "the model and call compile under `with strategy.scope():`. If you make "
-            "the strategy again, make the model again."
+            f"made outside the scope of {scope!r}{home}, but is used inside that "
+            "scope. Make the model and call compile under `with strategy.scope():`. "
+            "If you make the strategy again, make the model again."
         )
 
 
-def _wants_loop(*arguments: PyTree) -> bool:
+def _callbacks_need_loop(*arguments: PyTree) -> bool:
     return providers.add_callbacks is not None or any(
         isinstance(callback, LateCallback)
         for x in arguments
@@ -345,12 +345,12 @@ def _add_loss(original: Original, layer: keras.Layer, loss: PyTree) -> None:
 _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "Variable.__init__": variables.init_variable,
     "Model.__init__": _init_trainer,
-    "Model.fit": _runs(loop.fit),
-    "Model.evaluate": _runs(loop.evaluate),
-    "Model.predict": _runs(loop.predict),
-    "Model.train_on_batch": _runs(on_batch.train_on_batch),
-    "Model.test_on_batch": _runs(on_batch.test_on_batch),
-    "Model.predict_on_batch": _runs(on_batch.predict_on_batch),
+    "Model.fit": _hook_of(loop.fit),
+    "Model.evaluate": _hook_of(loop.evaluate),
+    "Model.predict": _hook_of(loop.predict),
+    "Model.train_on_batch": _hook_of(on_batch.train_on_batch),
+    "Model.test_on_batch": _hook_of(on_batch.test_on_batch),
+    "Model.predict_on_batch": _hook_of(on_batch.predict_on_batch),
     "Model.compute_loss_and_updates": _compute_loss_and_updates,
     "Model.compile": _compile,
     "Optimizer.apply": optimizers.apply,

@@ -1,7 +1,7 @@
 """The class of variables in a strategy's scope, which sets their sharding.
 
-`hooks` installs `init_variable`. In a context of `reusing`, variables that a function
-creates again in each trace, as an estimator's `model_fn` does, are reported to it.
+`hooks` installs `init_variable`. `reusing` passes new variables to a callable, for
+functions that create theirs again in each trace, such as an estimator's `model_fn`.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-class _StrategyPart(PlacedVariable):
+class _StrategyMixin(PlacedVariable):
     """A variable whose value always has the sharding that its strategy sets.
 
     A variable gets this class when it is created; Keras treats it as its own class.
@@ -84,7 +84,7 @@ class _StrategyPart(PlacedVariable):
 
     @property
     def value(self) -> PyTree:
-        """The variable's value; in a trace the value that the program has.
+        """The variable's value; in a trace, its value in the traced program.
 
         Keras computes losses of a step in a scope that has the model's variables only.
         Another variable, such as a loss weight that a callback changes, would become a
@@ -157,10 +157,10 @@ def _copied(value: PyTree) -> PyTree:
     return _copy(value) if is_array else value
 
 
-_copy = jax.jit(jnp.copy)  # Called by Python, JAX takes eight times as long.
+_copy = jax.jit(jnp.copy)  # Without `jit`, this takes eight times as long.
 
 
-class StrategyVariable(_StrategyPart, keras.Variable):
+class StrategyVariable(_StrategyMixin, keras.Variable):
     """The class of a `keras.Variable` created in a scope."""
 
 
@@ -173,9 +173,9 @@ _in_scope: dict[type, type] = {keras.Variable: StrategyVariable}
 def adopt(variable: keras.Variable) -> None:
     """Change a variable's class so that its value keeps its strategy's sharding."""
     kind = type(variable)
-    if not issubclass(kind, _StrategyPart):
+    if not issubclass(kind, _StrategyMixin):
         if kind not in _in_scope:
-            _in_scope[kind] = type(kind.__name__, (_StrategyPart, kind), {})
+            _in_scope[kind] = type(kind.__name__, (_StrategyMixin, kind), {})
         variable.__class__ = _in_scope[kind]
     threads.own(variable)
 
@@ -189,7 +189,7 @@ def init_variable(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> None:
-    """`keras.Variable.__init__`, of the class that it derives from."""
+    """The hook of `__init__` in the base class that all backends' variables share."""
     reuse, strategy = current_reuse(), current_strategy()
     reference: str | None = None
     is_value = not (callable(initializer) or isinstance(initializer, str))
@@ -211,7 +211,7 @@ def init_variable(
         initializer = _copied(initializer)
         adopt(variable)  # Before it has a value, which Keras would place itself.
         owner = named_by()
-        if isinstance(owner, keras.Optimizer):  # It has variables before it is built.
+        if isinstance(owner, keras.Optimizer):  # `__init__` creates its counter.
             hook_overrides(type(owner))
             if not is_value:  # Counters, such as the iterations, begin with a value.
                 reference = slot_reference()
@@ -292,7 +292,7 @@ def made_alike(seed: int) -> Generator[None]:
 
 
 def _constant_in_trace(variable: keras.Variable, initial: PyTree) -> PyTree:
-    """A variable's initial number or array, as an initializer, its shape and its dtype.
+    """An initializer that returns `initial`, a number or array; its shape and dtype.
 
     In a trace Keras accepts initializers only.
     """

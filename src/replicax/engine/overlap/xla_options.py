@@ -10,7 +10,7 @@ __all__ = ["compiler_options"]
 
 # How much XLA merges into one collective if replicas divide the updates. By default,
 # XLA sums a small model's gradients at once after the backward pass, and gathers its
-# weights at once before the forward pass. (`buckets` joins gradients of all-reduces.)
+# weights at once before the forward pass. (For all-reduces, `buckets` joins gradients.)
 _REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _ALL_GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 _PLATFORMS = ("gpu", "cuda", "rocm")
