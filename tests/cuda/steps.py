@@ -109,7 +109,7 @@ def compiled_step(
         with pytest.MonkeyPatch.context() as patch:
             # Plans refuse steps whose update is made elsewhere: here it is not planned.
             patch.setattr(dry_run, "refuse_dry_run", lambda name: None)
-            with dry_run.using_dry_run(strategy, Capture(hardware)):
+            with dry_run.dry_run_of(strategy, Capture(hardware)):
                 group = strategy.group
                 num = strategy.num_replicas_in_sync
             if trainer == "fit":

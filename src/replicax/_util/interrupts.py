@@ -1,8 +1,8 @@
 """Defers signal handlers during critical sections; raises swallowed interrupts again.
 
 A handler may raise, as that of Ctrl-C does, between any two instructions of Python.
-Ordinary steps are dispatched and stored by one call of C, which no handler interrupts;
-the critical sections are the rare steps that take several instructions.
+Ordinary steps are dispatched and stored by one call into C, which handlers cannot
+interrupt; the critical sections are the rare steps that take several instructions.
 """
 
 import _signal
@@ -60,7 +60,7 @@ class _SignalQueue:
             handler = _signal.getsignal(number)
             if callable(handler):
                 self._handlers[number] = handler
-                _signal.signal(number, self._note)
+                _signal.signal(number, self._on_signal)
 
     def release(self) -> None:
         """Restore the handlers, and call them for the queued signals."""
@@ -72,10 +72,10 @@ class _SignalQueue:
             self._deliver()
 
     def _restore(self, number: int) -> None:
-        if _signal.getsignal(number) == self._note:  # `call` may have set another.
+        if _signal.getsignal(number) == self._on_signal:  # `call` may have set another.
             _signal.signal(number, self._handlers[number])
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         if self._holds:
             self._waiting.append(number)
             return
@@ -96,7 +96,7 @@ _raised: list[int] = []
 """Interrupts within `reraising_interrupts`, which some code may have swallowed."""
 
 
-def _note(number: int, frame: Any) -> None:
+def _on_interrupt(number: int, frame: Any) -> None:
     """Handle an interrupt, in place of Python's handler."""
     _raised.append(number)
     signal.default_int_handler(number, frame)
@@ -116,12 +116,12 @@ def reraising_interrupts() -> Iterator[None]:
         return
     _raised.clear()
     try:
-        signal.signal(signal.SIGINT, _note)
+        signal.signal(signal.SIGINT, _on_interrupt)
         yield
         if _raised:
             raise KeyboardInterrupt
     finally:
-        if _signal.getsignal(signal.SIGINT) is _note:
+        if _signal.getsignal(signal.SIGINT) is _on_interrupt:
             _signal.signal(signal.SIGINT, signal.default_int_handler)
         _raised.clear()
 
@@ -134,7 +134,7 @@ def raise_swallowed() -> None:
     raise KeyboardInterrupt
 
 
-def _users(trace: TracebackType | None) -> list[TracebackType]:
+def _user_frames(trace: TracebackType | None) -> list[TracebackType]:
     """List the frames of a traceback in the user's code."""
     frames = []
     while trace is not None:
@@ -150,7 +150,7 @@ def shortened(error: BaseException) -> BaseException:
     The place of an interrupt within a library is accidental.
     """
     below: TracebackType | None = None
-    for trace in reversed(_users(error.__traceback__)):
+    for trace in reversed(_user_frames(error.__traceback__)):
         trace.tb_next = below
         below = trace
     return error.with_traceback(below)
@@ -159,7 +159,7 @@ def shortened(error: BaseException) -> BaseException:
 def described(error: KeyboardInterrupt, trace: TracebackType | None) -> str:
     """Describe an interrupt, with the user's line that it interrupted."""
     what = str(error) or "interrupted"
-    users = _users(trace)
+    users = _user_frames(trace)
     if users:
         code = users[-1].tb_frame.f_code
         what += f", at {code.co_filename}:{users[-1].tb_lineno} in {code.co_name}"

@@ -2,9 +2,9 @@
 
 XLA computes most convolutions on CPUs with Eigen (an option of `settings`), which is
 fast, and others with scalar loops. A form is a way to compute a convolution by other
-operations; it replaces scalar loops, and a few of Eigen's convolutions. Times below are
-milliseconds of XLA and of the form, on two cores with JAX 0.10.2; unless noted for
-float32, 3x3 kernels and batches of 16.
+operations; it replaces scalar loops, and a few of Eigen's convolutions. In comments,
+`92.6 -> 2.7` are the milliseconds of XLA and of the form, on two cores with JAX 0.10.2.
+Unless noted, they are for float32, 3x3 kernels and batches of 16.
 """
 
 import math
@@ -19,19 +19,19 @@ __all__ = ["Form", "choose", "spatial_windows"]
 
 Form = Literal["patches", "groups", "outputs", "sums", "taps"]
 
-# Maximal weights of one tap in a group. With 1, a depthwise layer of 32 channels at
-# 48x48 takes 92.6 or 2.7, and its gradient by the input 73.2 or 2.5; with 4x4, at
-# 24x24, 14.4 or 1.9.
+# Maximal weights of one tap in a group. A depthwise layer of 32 channels at 48x48, with
+# 1 weight: 92.6 -> 2.7, its input gradient 73.2 -> 2.5. Groups of 4x4 at 24x24:
+# 14.4 -> 1.9.
 _GROUP_WEIGHTS = 16
 # A kernel with this many times the elements of input and result is not transposed. On
-# one core, 512 channels at 2x2, batch 8, take 108 or 0.9, and the gradient by the input
-# 1.2, but 9.5 with a transposed kernel. With half as many weights, 128 channels at 8x8,
+# one core, 512 channels at 2x2, batch 8: 108 -> 0.9; the form's input gradient takes
+# 1.2, with a transposed kernel 9.5. With half as many weights, 128 channels at 8x8,
 # the form is not faster than XLA.
 _MANY_WEIGHTS = 4
 # Maximal products in an element of a layer's output: XLA computes the products again in
 # each operation that reads the layer. With one channel, 3x3, 32 outputs at 28x28, batch
-# 256: 5.5 or 1.2, and the benchmark's CNN of MNIST 43.7 or 40.8; with 5x5 a step takes
-# 8.4 or 13.7, with three channels 10.8 or 16.5.
+# 256: 5.5 -> 1.2, a step of the benchmark's CNN for MNIST 43.7 -> 40.8; but a step with
+# 5x5 kernels 8.4 -> 13.7, with three channels 10.8 -> 16.5.
 _FEW_TERMS = 9
 # Maximal number of taps, outputs or phases: the program has operations for each.
 _MOST = 128
@@ -54,7 +54,7 @@ def spatial_windows(
 
 def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | None:
     """Choose the form of a convolution of these types; None: leave it to XLA."""
-    if not _is_served(lhs, rhs, out, params):
+    if not _is_supported(lhs, rhs, out, params):
         return None
     windows = spatial_windows(lhs, rhs, params)
     taps = math.prod(w.taps for w in windows)
@@ -70,7 +70,7 @@ def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | No
         small = features * (all_outputs // feature_groups) <= _GROUP_WEIGHTS
         if small and taps <= _MOST:
             return "groups"
-        # Other groups take 4.0 or 9.8 (4 groups of 32), but in volumes 36.4 or 11.8.
+        # Others, such as 4 groups of 32: 4.0 -> 9.8, but in volumes 36.4 -> 11.8.
         return "patches" if len(windows) == 3 and taps <= _MOST else None
     if batch_groups > 1:
         return _choose_for_batch_groups(lhs, params, all_outputs, taps, outputs)
@@ -86,7 +86,7 @@ def _choose_without_groups(
     features, all_outputs = rhs.shape[rhs_spec[1]], rhs.shape[rhs_spec[0]]
     if taps > 1 and features * taps <= _FEW_TERMS:
         return "groups"
-    # Gradients by the input have the kernel's outputs before its features.
+    # In input gradients, the kernel's outputs come before its features.
     is_swapped = rhs_spec[1] > rhs_spec[0]
     inputs, weights, results = (math.prod(x.shape) for x in (lhs, rhs, out))
     if weights >= _MANY_WEIGHTS * max(inputs, results) and 1 < taps <= _MOST:
@@ -98,15 +98,15 @@ def _choose_without_groups(
         lhs, params, all_outputs, taps, outputs
     ):
         return "outputs"  # Gradients of the kernels.
-    # 8 volumes of 12x12x12, 16 to 32 channels: 13.4 or 2.4, by the input 48 or 12, by
-    # the kernel 29 or 21.
+    # 8 volumes of 12x12x12, 16 to 32 channels: 13.4 -> 2.4, the input gradient
+    # 48 -> 12, the filter gradient 29 -> 21.
     is_volume = len(windows) == 3 and min(taps, outputs) > 1
     if not is_volume and not _is_slow_by_xla(windows, taps, outputs):
         return None
     return "outputs" if outputs < taps or taps > _MOST else "patches"
 
 
-def _is_served(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> bool:
+def _is_supported(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> bool:
     """Whether the forms support these types: floats of one dtype, not empty."""
     if not jnp.issubdtype(lhs.dtype, jnp.floating) or lhs.dtype.itemsize < 2:
         return False
@@ -123,9 +123,9 @@ def _choose_for_batch_groups(
 ) -> Form | None:
     """Choose the form for groups of the batch, as in filter gradients with groups.
 
-    XLA has no fast code for them: 4 groups of 32 channels at 8x8 take 280 or 4.4, 32
-    groups of 4 channels 2105 or 4.3; depthwise at 48x48 with 96 channels and strides
-    2x2 85 or 15, with two outputs for each channel 2958 or 9.7.
+    XLA has no fast code for them: 4 groups of 32 channels at 8x8: 280 -> 4.4, 32
+    groups of 4 channels: 2105 -> 4.3; depthwise at 48x48 with 96 channels and strides
+    2x2: 85 -> 15, with two outputs for each channel: 2958 -> 9.7.
     """
     groups = params["batch_group_count"]
     if outputs > min(taps, _MOST):
@@ -139,10 +139,10 @@ def _choose_for_batch_groups(
 def _is_of_few_channels(
     lhs: Any, params: Mapping[str, Any], all_outputs: int, taps: int, outputs: int
 ) -> bool:
-    """Whether this is the filter gradient of a layer of few channels, as the first one.
+    """Whether this is the filter gradient of a layer of few channels, e.g. the first.
 
-    One channel at 28x28, batch 256: with 32 outputs 14.0 or 2.2, with 16 4.0 or 3.4;
-    three at 32x32, batch 64, with 32 outputs 6.2 or 2.6, but with 16 1.9 or 2.8.
+    One channel at 28x28, batch 256: 32 outputs 14.0 -> 2.2, 16 outputs 4.0 -> 3.4.
+    Three at 32x32, batch 64: 32 outputs 6.2 -> 2.6, but 16 outputs 1.9 -> 2.8.
     """
     channels = lhs.shape[params["dimension_numbers"][0][0]]
     return outputs < taps and channels * outputs <= all_outputs
@@ -150,9 +150,9 @@ def _is_of_few_channels(
 
 def _is_slow_by_xla(windows: Sequence[Window], taps: int, outputs: int) -> bool:
     if outputs == 1:
-        # Filter gradients of 1x1 layers: at 48x48, 16 to 96 channels, 15.9 or 2.0; the
-        # layers themselves, which are one product, 4.2 or 2.1.
+        # Filter gradients of 1x1 layers: at 48x48, 16 to 96 channels: 15.9 -> 2.0; the
+        # layers themselves, which are one product: 4.2 -> 2.1.
         return True
     # XLA swaps input and kernel if the kernel is larger, and computes the result with
-    # scalar loops: 512 channels at 2x2 take 560 or 13, and 608 or 18 by the input.
+    # scalar loops: 512 channels at 2x2: 560 -> 13, the input gradient 608 -> 18.
     return taps > math.prod(w.size for w in windows)

@@ -32,7 +32,7 @@ from replicax.engine.program import Program
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.planning.cards import Card
 from replicax.planning.topology import DeviceTopology
-from replicax.strategies.dry_run import dry_running, using_dry_run
+from replicax.strategies.dry_run import dry_run_of, dry_running
 from replicax.strategies.strategy import Strategy
 
 __all__ = [
@@ -180,7 +180,7 @@ def capture_call(
         f"{step!r} does not train: no optimizer makes an update in it. Pass the step "
         "that calls optimizer.apply."
     )
-    with using_dry_run(strategy, capture), capture._until_captured(why_not):
+    with dry_run_of(strategy, capture), capture._until_captured(why_not):
         num = strategy.num_replicas_in_sync
         args, kwargs = _as_arrays((tuple(args), dict(kwargs)), num)
         strategy.run(step, args, kwargs)
@@ -203,7 +203,7 @@ def capture_fit(
         "compile the model in the strategy's scope."
     )
     try:
-        with using_dry_run(strategy, capture), capture._until_captured(why_not):
+        with dry_run_of(strategy, capture), capture._until_captured(why_not):
             batches = (arrays for _ in range(1))
             fit: Callable[..., object] = model.fit  # Keras: `verbose` is a str.
             fit(batches, steps_per_epoch=1, shuffle=False, verbose=0)

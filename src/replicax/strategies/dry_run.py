@@ -23,9 +23,9 @@ __all__ = [
     "DryRunner",
     "ProgramReceiver",
     "current_receiver",
+    "dry_run_of",
     "dry_running",
     "refuse_dry_run",
-    "using_dry_run",
 ]
 
 
@@ -83,7 +83,7 @@ def dry_running(receiver: ProgramReceiver) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def using_dry_run(strategy: "Strategy", receiver: ProgramReceiver) -> Generator[None]:
+def dry_run_of(strategy: "Strategy", receiver: ProgramReceiver) -> Generator[None]:
     """While open, pass an existing strategy's programs to a receiver.
 
     Variables stay where they are. No other thread may use the strategy meanwhile.

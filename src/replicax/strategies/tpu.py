@@ -27,16 +27,16 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         cross_device_ops: The all-reduce of gradients: XLA's by default.
         replicas_per_device: Number of replicas on each device.
         shard_update: Whether to shard the optimizer's update (ZeRO stage 1).
-        check_replicas_every: Number of steps between two comparisons.
+        check_replicas_every: Number of steps between comparisons of the replicas.
         check_input: Whether to compare the hosts' first batches of each epoch.
         timeouts: The deadlines; ignored if `rx.tpu.experimental.initialize_tpu_system`
             or `rx.config.experimental_connect_to_cluster` has joined the hosts already.
 
     Raises:
         DeviceError: If JAX has no TPU here; the message says where replicax looked.
-        ClusterConfigError: If the slice's description is malformed, the resolver of
-            another kind, or if a launcher has started several processes, each with a
-            slice of one host; `TPUClusterResolver("local")` allows that.
+        ClusterConfigError: If the slice's description is malformed, if the resolver is
+            not a `TPUClusterResolver`, or if a launcher has started several processes
+            on slices of one host each; `TPUClusterResolver("local")` allows that.
         ClusterError: If a host is absent at the start-up deadline.
         RuntimeError: If JAX has started its devices already, on one of several hosts.
 
@@ -74,7 +74,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     @property
     def task_id(self) -> int:
-        """This process' index among those of all slices."""
+        """The index of this process among the processes of all slices."""
         return self._workers.index
 
     def _find_devices(self, workers: Workers) -> list[Device]:

@@ -81,7 +81,7 @@ class _SavedModelExporter(Exporter):
         is_the_final_export: bool,
     ) -> str | None:
         """See the base class."""
-        if not self._exports(estimator, eval_result or {}, is_the_final_export):
+        if not self._should_export(estimator, eval_result or {}, is_the_final_export):
             return None
         path = estimator.export_saved_model(
             export_path, self._receiver_fn, checkpoint_path
@@ -91,7 +91,7 @@ class _SavedModelExporter(Exporter):
                 storage.remove(old)
         return path
 
-    def _exports(
+    def _should_export(
         self, estimator: Estimator, eval_result: EvalResults, is_final: bool
     ) -> bool:
         """Whether to export after this evaluation."""
@@ -101,7 +101,7 @@ class _SavedModelExporter(Exporter):
 class FinalExporter(_SavedModelExporter):
     """Exports once, when training has ended.
 
-    Arguments are those of `LatestExporter`.
+    Arguments are the first two of `LatestExporter`; all exports are kept.
 
     Example:
         >>> import replicax as rx
@@ -114,7 +114,7 @@ class FinalExporter(_SavedModelExporter):
     ) -> None:
         super().__init__(name, serving_input_receiver_fn, exports_to_keep=None)
 
-    def _exports(
+    def _should_export(
         self, estimator: Estimator, eval_result: EvalResults, is_final: bool
     ) -> bool:
         return is_final
@@ -173,7 +173,7 @@ class BestExporter(_SavedModelExporter):
         self._best: EvalResults | None = None
         self._model_dir: str | None = None
 
-    def _exports(
+    def _should_export(
         self, estimator: Estimator, eval_result: EvalResults, is_final: bool
     ) -> bool:
         if self._model_dir != estimator.model_dir:
@@ -187,7 +187,7 @@ class BestExporter(_SavedModelExporter):
         return self._keep_if_better(dict(eval_result))
 
     def _keep_if_better(self, result: EvalResults) -> bool:
-        """Keep an evaluation as the best one if it is; return whether it is."""
+        """Replace the best evaluation by a better one; return whether it was."""
         is_best = self._best is None or bool(
             self._is_better(best_eval_result=self._best, current_eval_result=result)
         )

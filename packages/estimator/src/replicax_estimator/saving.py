@@ -36,7 +36,7 @@ class InputPosition:
         self._num_replicas = num_replicas
 
     def get_state(self) -> dict[str, int]:
-        """Return the number of batches: it fits any number of replicas."""
+        """Return the number of batches read by all replicas together."""
         return {"num_batches": self.num_steps * self._num_replicas}
 
     def set_state(self, state: Mapping[str, int]) -> None:
@@ -87,12 +87,12 @@ class Saver:
         )
         strategy = model.strategy
         # Synchronous workers save together; asynchronous workers leave it to the chief.
-        self._saves = strategy.is_chief or strategy.workers.count > 1
+        self._is_writer = strategy.is_chief or strategy.workers.count > 1
         self.interval = Interval(
             config.save_checkpoints_steps, config.save_checkpoints_secs, "RunConfig"
         )
         self.interval.restart(0)
-        self._saved: tuple[int, int] | None = None
+        self._last_saved: tuple[int, int] | None = None
 
     def restore(self) -> str | None:
         """Restore the newest checkpoint; return its path, None if there is none."""
@@ -100,16 +100,16 @@ class Saver:
         if path is not None:
             step = int(self._model.global_step.numpy())
             self.interval.restart(step)
-            self._saved = (step, self._position.num_steps)
+            self._last_saved = (step, self._position.num_steps)
         return path
 
     def save(self, step: int, *, wait: bool = False) -> bool:
-        """Save the state of a step unless it is saved; return whether it was saved."""
+        """Save a state that is not saved yet; return whether this call saved it."""
         self.interval.restart(step)
         state = (step, self._position.num_steps)
-        if state == self._saved or not self._saves:
+        if state == self._last_saved or not self._is_writer:
             return False
-        self._saved = state
+        self._last_saved = state
         self._manager.save(checkpoint_number=step)
         if wait:
             self._manager.wait()
@@ -117,7 +117,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait for the last save, and tell evaluators that no further one follows."""
-        if self._saves:
+        if self._is_writer:
             self._manager.mark_finished()
 
 

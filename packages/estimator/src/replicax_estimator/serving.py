@@ -1,4 +1,4 @@
-"""Saved models: writes, reads and calls them, without the Python code of the model.
+"""Writes saved models, and calls them without the Python code of the model.
 
     exports/
       1700000000/        Unix time in seconds, or the next free number
@@ -44,7 +44,7 @@ _PROGRAMS, _VARIABLES = "programs/", "variables/"
 class Artifact:
     """The contents of a saved model."""
 
-    contents: JSONObject  # With the dict "signatures".
+    contents: JSONObject  # Signatures, global step, versions.
     programs: Mapping[str, bytes]  # By signature.
     variables: Mapping[str, np.ndarray]  # By name.
 
@@ -147,7 +147,7 @@ class SavedModel:
         self.signatures = tuple(contents["signatures"])
         self._specs = contents["signatures"]
         self._is_single = contents["single_feature"]
-        self._host = saved_preprocessor(contents["host"])
+        self._preprocessor = saved_preprocessor(contents["host"])
         self._programs = {
             name: jax.jit(export.deserialize(bytearray(program)).call)
             for name, program in artifact.programs.items()
@@ -190,10 +190,10 @@ class SavedModel:
             name: spec.convert(features[name], f"feature {name!r}")
             for name, spec in specs.items()
         }
-        arrays, _ = self._host.prepare(arrays)
+        arrays, _ = self._preprocessor.prepare(arrays)
         results = self._programs[signature](self._variables, arrays)
         outputs = {name: np.asarray(x) for name, x in results.items()}
-        return self._host.add_class_names(outputs)
+        return self._preprocessor.add_class_names(outputs)
 
     def _array_specs(self, signature: str, part: str) -> dict[str, ArraySpec]:
         if signature not in self.signatures:

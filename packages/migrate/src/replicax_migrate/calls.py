@@ -1,7 +1,7 @@
 """Finds the rule for each call of a TensorFlow function.
 
-This module has rules for the runtime: `tf.print(x)` becomes `jax.debug.print("{}", x)`
-in a compiled step. `arrays`, `host` and `keras_calls` have other rules.
+Rules here port calls such as `tf.print(x)`, which becomes `jax.debug.print("{}", x)` in
+a compiled step. The other rules are in `arrays`, `host` and `keras_calls`.
 """
 
 import libcst as cst
@@ -46,7 +46,7 @@ _SEEDED = ("keras.initializers.", "keras.layers.", "keras.random.")
 
 
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
-    """Whether a rule or a row ports a call of `tf.<path>`."""
+    """Whether a rule, or a row of the tables, ports a call of `tf.<path>`."""
     return path in (_HOST_RULES if script.runs_on_host(node) else _RULES)
 
 

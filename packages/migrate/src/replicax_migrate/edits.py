@@ -19,8 +19,8 @@ class Edits:
         replacements: By node, a function from the node with ported children to its
             replacement.
         unchanged: Nodes that the rewriter does not visit.
-        wrappers: By expression, a template such as `"keras.ops.softmax({x})"` for its
-            port.
+        wrappers: By expression, a template such as `"keras.ops.softmax({x})"`, where
+            `x` is the ported expression.
         arg_keywords: By positional argument, the keyword to add.
         dropped_args: Arguments to remove.
         appended_args: By call, an argument to append.
@@ -30,7 +30,7 @@ class Edits:
         generators: By call, the name of the random generator to pass.
         host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
         traced_functions: Functions and lambdas that a strategy compiles.
-        kept_imports: By local name whose import stays, its target.
+        kept_imports: By local name of an import that stays, the path that it imports.
     """
 
     replacements: dict[cst.CSTNode, Callable[[Any], Any]] = field(default_factory=dict)

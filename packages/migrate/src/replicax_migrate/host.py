@@ -15,7 +15,7 @@ from replicax_migrate.arrays import resize
 from replicax_migrate.edits import Edits
 from replicax_migrate.rules import CallSite, Rule, bind_args, by_row, by_template
 from replicax_migrate.script import Expression, Script, Unported
-from replicax_migrate.statements import is_static_shape
+from replicax_migrate.statements import is_set_shape
 from replicax_migrate.tables import (
     EXACT,
     HOST_OPERATORS,
@@ -86,7 +86,7 @@ def host_problem(script: Script, function: cst.CSTNode) -> str | None:
         path = script.called_path(script.flow.value(node))
         if path in NEED_TENSORFLOW and path not in NAMES["lookups"]:
             return f"{name} uses `{script.code(node)}`, which needs TensorFlow"
-        is_static = is_static_shape(script, script.parent(node))
+        is_static = is_set_shape(script, script.parent(node))
         if attr_of(node) in {"set_shape", "get_shape", "eval"} and not is_static:
             return f"{name} uses .{attr_of(node)}, {_NO_COUNTERPART}"
     return None

@@ -30,7 +30,7 @@ from replicax_migrate.tree import (
 __all__ = [
     "comment_lines",
     "inlined_body",
-    "is_static_shape",
+    "is_set_shape",
     "is_version_of_tensorflow",
     "items_without_effect",
     "lost_comments",
@@ -52,12 +52,12 @@ def removal_reason(script: Script, line: cst.SimpleStatementLine) -> str | None:
     """
     small = only_statement(line)
     if isinstance(small, cst.Assert):
-        has_version = _has_version(script, small.test)
+        has_version = _only_tests_version(script, small.test)
         return MESSAGES["asserted_version"] if has_version else None
     call = small.value if isinstance(small, cst.Expr) else None
     if not isinstance(call, cst.Call):
         return None
-    if is_static_shape(script, call):
+    if is_set_shape(script, call):
         return ""
     if script.names.imported(call.func) == "tensorflow_datasets.disable_progress_bar":
         return ""
@@ -67,7 +67,7 @@ def removal_reason(script: Script, line: cst.SimpleStatementLine) -> str | None:
     return f"tf.{path} is removed: {DROPPED[path]}" if path in DROPPED else None
 
 
-def _has_version(script: Script, test: cst.BaseExpression) -> bool:
+def _only_tests_version(script: Script, test: cst.BaseExpression) -> bool:
     names = find(test, cst.Attribute, cst.Name)
     has_version = any(is_version_of_tensorflow(script, name) for name in names)
     return has_version and not isinstance(test, cst.BooleanOperation)
@@ -78,7 +78,7 @@ def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:
     return f"{script.names.tf_path(node)}.".startswith(NAMES["version_attributes"])
 
 
-def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
+def is_set_shape(script: Script, node: cst.CSTNode | None) -> bool:
     """Whether a node is the statement `x.set_shape(...)` for a tensor `x`.
 
     False for all calls if the script defines a method `set_shape`.
@@ -286,7 +286,7 @@ def plan_settings(script: Script) -> Edits:
         has_branches = node.orelse is not None or isinstance(
             script.parent(node), cst.If
         )
-        if is_raise and not has_branches and _has_version(script, node.test):
+        if is_raise and not has_branches and _only_tests_version(script, node.test):
             script.note(node.test, MESSAGES["asserted_version"])
             edits.remove(node)
     settings = {d for d in script.flow.definitions if _is_setting(script, edits, d)}
@@ -330,7 +330,7 @@ def _is_setting(script: Script, edits: Edits, definition: Definition) -> bool:
     if not (script.edits.unchanged | edits.unchanged).isdisjoint(
         script.parents(definition.node)
     ):
-        return False  # The port removes or keeps the whole function around the node.
+        return False  # The rewriter skips the node: it does not visit an outer node.
     if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
         return False
     value = definition.values[0]

@@ -133,7 +133,7 @@ def _plan_tape(script: Script, edits: Edits, call: cst.Call) -> None:
 def _has_unused_result(
     script: Script, line: cst.SimpleStatementLine, block: cst.IndentedBlock
 ) -> bool:
-    """Whether the result of `minimize` has no use, or only control dependencies."""
+    """Whether the result of `minimize` is used in control dependencies at most."""
     small = only_statement(line)
     if isinstance(small, cst.Expr):
         return True
@@ -226,7 +226,7 @@ def _update_of_loss(
 def _check_compiled_loss(
     script: Script, node: cst.Call, model: str, function: cst.FunctionDef
 ) -> None:
-    """Raise `Unported` if `compute_loss` would add regularization losses twice."""
+    """Raise `Unported` if `compute_loss` cannot replace this call."""
     if any(arg.star for arg in node.args):
         raise Unported(_COMPILED_LOSS)
     if methods_named(script, object_of(node), "compute_loss"):

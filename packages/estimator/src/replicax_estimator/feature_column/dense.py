@@ -47,7 +47,7 @@ class _DenseOfCategories(DenseColumn):
 
     @property
     def host(self) -> Column:
-        """The categorical column's host."""
+        """The column that transforms raw features on the host, see the base class."""
         return self.categorical_column.host
 
 
@@ -131,7 +131,7 @@ class EmbeddingColumn(_DenseOfCategories):
         return buckets, self.dimension, self.initializer, self.trainable
 
     def initial_values(self) -> object:
-        """The table's initializer."""
+        """Return the Keras initializer of the table."""
         if self.initializer is None:
             return keras.initializers.TruncatedNormal(0.0, self.dimension**-0.5)
         return keras.initializers.get(self.initializer)
@@ -216,7 +216,7 @@ def shared_embeddings(
 
 
 def valid_ids(ids: jax.Array) -> jax.Array:
-    """Replace -1, a missing id, by 0, which a table contains."""
+    """Replace -1, which marks a missing id, by 0, a row that every table has."""
     return jnp.maximum(ids, 0)
 
 
