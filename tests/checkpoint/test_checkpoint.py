@@ -415,3 +415,14 @@ def test_write_replaces_a_checkpoint(tmp_path):
     checkpoint.restore(path).assert_consumed()
     assert checkpoint.step == 2
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_an_array_of_rank_0_replaces_only_a_number(tmp_path: Path) -> None:
+    path = rx.Checkpoint(state={"a": np.float32(1.5)}).save(tmp_path / "saved")
+    number = rx.Checkpoint(state={"a": 3})
+    number.restore(path)
+    assert number.state == {"a": 1.5}
+    text = rx.Checkpoint(state={"a": "text"})
+    with pytest.raises(rx.CheckpointError, match=r"state/a.*float32\[\] saved"):
+        text.restore(path)
+    assert text.state == {"a": "text"}

@@ -160,7 +160,9 @@ def _is_number(entry: ArrayEntry | ValueEntry, contents: Contents) -> bool:
         value = contents.values.get(entry.name)
         return entry.shape == () and isinstance(value, int | float)
     array = contents.arrays.get(entry.name)
-    return array is not None and array.shape == () and not entry.of_worker
+    if array is None or array.shape != () or entry.of_worker:
+        return False
+    return isinstance(entry.read(), int | float)
 
 
 def set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
