@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import mirrored, values_of
 
 import replicax as rx
-from replicax.engine.signature import (
+from replicax.engine.arguments import (
     Arguments,
     CallFlattener,
     FlatCall,

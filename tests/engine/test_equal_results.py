@@ -163,7 +163,7 @@ def test_a_state_goes_round_without_a_copy_or_another_program(strategy) -> None:
     assert_equal_everywhere(state["step"], 3)
     assert_equal_everywhere(state["w"], np.asarray(x.array).mean(0) * 0.875)
     place = strategy.runner._place
-    assert place(state["w"], rx.engine.signature.Kind.MIRRORED) is state["w"]
+    assert place(state["w"], rx.engine.arguments.Kind.MIRRORED) is state["w"]
 
 
 @jax.tree_util.register_dataclass

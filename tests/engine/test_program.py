@@ -11,8 +11,9 @@ from keras import layers, ops
 from tests.conftest import mirrored, values_of
 
 import replicax as rx
+from replicax.engine.arguments import flatten_call
 from replicax.engine.program import Program
-from replicax.engine.signature import Options, Outputs, flatten_call
+from replicax.engine.signature import Options, Outputs
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.jax_loops.transformations import (
 )
 
 import replicax as rx
-from replicax.engine.signature import flatten_call
+from replicax.engine.arguments import flatten_call
 from replicax.jax_loops import optax as optax_module
 from replicax.jax_loops.divided_state import DividedState
 

@@ -50,6 +50,11 @@ class CountedReplicas:
         return self._group.index()
 
     @property
+    def replica_id_of_seeds(self) -> jax.Array:
+        """This replica's number among those of all workers, for random numbers."""
+        return self._group.index() + self._group.first_seed
+
+    @property
     def num_counted(self) -> int:
         """Number of replicas that count in this step."""
         return self._num_active or self._group.num_replicas

@@ -20,6 +20,7 @@ from replicax.engine.composites import is_key
 
 __all__ = [
     "gathered",
+    "has_no_devices",
     "is_spread",
     "laid_out",
     "local_value",
@@ -51,7 +52,7 @@ def laid_out(value: PyTree, sharding: NamedSharding, like: PyTree = None) -> jax
         and (type(value) is np.ndarray or value.sharding.num_devices == 1)
     ):
         return put_everywhere(value, like)
-    if _has_no_devices(sharding):
+    if has_no_devices(sharding):
         return value
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
@@ -138,7 +139,7 @@ def local_value(value: PyTree) -> PyTree:
 
 def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """Place this process' rows of arrays that are split over all processes."""
-    if _has_no_devices(sharding):
+    if has_no_devices(sharding):
         return tree
     warn_of_wide_integers(jax.tree.leaves(tree))
     if sharding.is_fully_addressable:
@@ -179,6 +180,6 @@ def _place_keys(place: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
 
-def _has_no_devices(sharding: NamedSharding) -> bool:
+def has_no_devices(sharding: NamedSharding) -> bool:
     """Whether arrays cannot be placed, since the devices are only described."""
     return is_described(next(iter(sharding.device_set)))

@@ -42,13 +42,14 @@ from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
 from replicax.cpu import lowering, memory, settings
+from replicax.engine.arguments import Arguments
 from replicax.engine.checks.analysis import analyse, replicas_part
 from replicax.engine.checks.divergence import line_of
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.jaxprs import largest_array
 from replicax.engine.overlap.xla_options import compiler_options
 from replicax.engine.scope import current_call
-from replicax.engine.signature import Arguments, Options, Outputs, ResultStructure
+from replicax.engine.signature import Options, Outputs, ResultStructure
 from replicax.engine.step import ReplicaStep
 from replicax.engine.values import PerReplica, note_num_active
 from replicax.engine.variables import Update, Variable, distinct, explained_traces

@@ -15,11 +15,12 @@ from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 
 if TYPE_CHECKING:
+    from replicax.engine.arguments import FlatCall
     from replicax.engine.cache import ProgramCache
     from replicax.engine.group import ReplicaGroup
     from replicax.engine.labels import Labels
     from replicax.engine.program import Program
-    from replicax.engine.signature import FlatCall, Options
+    from replicax.engine.signature import Options
     from replicax.input import InputShard
 
 __all__ = [

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax._private.jax import is_batched
 from replicax._private.keras import has_value
 from replicax._util.types import PyTree
+from replicax.engine.arguments import Arguments
 from replicax.engine.blocks import Block, cut
 from replicax.engine.checks.analysis import Analysis, equal_results
 from replicax.engine.checks.divergence import declare_differing, declare_whole
@@ -26,14 +27,9 @@ from replicax.engine.empty_arrays import creating_empty_arrays
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import StepTrace
 from replicax.engine.replica import ReplicaContext
+from replicax.engine.row_outputs import require_rows
 from replicax.engine.scope import entered_context
-from replicax.engine.signature import (
-    Arguments,
-    Options,
-    Outputs,
-    ResultStructure,
-    require_rows,
-)
+from replicax.engine.signature import Options, Outputs, ResultStructure
 from replicax.engine.variables import (
     ChildScope,
     RecordingScope,
@@ -425,8 +421,9 @@ class ReplicaStep:
         values = self._wholes(context, [*written, *read])
         for i, variable in enumerate(self.inputs):
             if is_seed_state(variable):
-                replica = self._group.index() + self._group.first_seed
-                values[i] = fold_replica_into_seed(values[i], replica)
+                values[i] = fold_replica_into_seed(
+                    values[i], context.replica_id_of_seeds
+                )
             elif i < len(written) and self._aggregation(variable) == "sum":
                 context.summands.add(id(variable))
                 values[i] = context.summand(values[i])

@@ -31,14 +31,15 @@ from jax.tree_util import KeyPath
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
+from replicax.checkpoint.nnx_variables import is_nnx_object
 from replicax.engine import device_put
+from replicax.engine.arguments import Placeholder, argument_name
 from replicax.engine.cache import ProgramCache, referred_values
 from replicax.engine.composites import is_key
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import Scope, current_context
-from replicax.engine.signature import Placeholder, argument_name
-from replicax.engine.values import PerReplica
+from replicax.engine.values import ARRAY_TYPES, PerReplica
 from replicax.engine.variables import Variable
 from replicax.jax_loops.nnx_metrics import combined_welfords, summed_variables
 
@@ -54,7 +55,7 @@ class ObjectCall(NamedTuple):
         arrays: The arrays of `leaves`.
         fn: The replica function.
         args: Its arguments, with a `Placeholder` in place of each object.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: Its keyword arguments, with `Placeholder`s as well.
     """
 
     objects: "NNXObjects"
@@ -65,15 +66,16 @@ class ObjectCall(NamedTuple):
     kwargs: dict[str, PyTree]
 
 
-def _is_object(value: object) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Pytree | nnx.Variable)
+# The classes of most leaves; each call searches them all.
+_PLAIN = {*ARRAY_TYPES, dict, list, tuple, int, float, complex, bool, str, type(None)}
 
 
 def _is_leaf(value: object) -> bool:
     """Whether a search for objects ends here: a `State` of variables is a pytree."""
+    if type(value) in _PLAIN:
+        return False
     others = (sys.modules["flax.nnx"].State, PerReplica, Iterator)  # JAX warns of these
-    return isinstance(value, others) or _is_object(value)
+    return isinstance(value, others) or is_nnx_object(value)
 
 
 def _objects_in(tree: PyTree) -> list[tuple[str, str]]:
@@ -82,7 +84,7 @@ def _objects_in(tree: PyTree) -> list[tuple[str, str]]:
     return [
         (jax.tree_util.keystr(path), type(x).__name__)
         for path, x in leaves
-        if _is_object(x)
+        if is_nnx_object(x)
     ]
 
 
@@ -104,14 +106,15 @@ def take_apart(
     """
     if "flax.nnx" not in sys.modules:
         return None
-    if isinstance(fn, types.MethodType) and _is_object(fn.__self__):
+    if isinstance(fn, types.MethodType) and is_nnx_object(fn.__self__):
         fn, args = fn.__func__, (fn.__self__, *args)
-    elif _is_object(fn):
+    elif is_nnx_object(fn):
         fn, args = type(fn).__call__, (fn, *args)
-    pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
-    roots = {path: x for path, x in pairs if _is_object(x)}
-    if not roots:
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_leaf)
+    if not any(is_nnx_object(x) for x in leaves if type(x) not in _PLAIN):
         return None
+    pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
+    roots = {path: x for path, x in pairs if is_nnx_object(x)}
     graphdef, _, leaves, contents = _flat(tuple(roots.values()))
     arrays, structure = jax.tree.flatten(contents)
     kinds = tuple((jnp.shape(x), jnp.result_type(x)) for x in arrays)
@@ -121,7 +124,7 @@ def take_apart(
         lambda: NNXObjects(strategy, roots),
     )
     placeholders = iter(objects.placeholders)
-    flat = [next(placeholders) if _is_object(x) else x for _, x in pairs]
+    flat = [next(placeholders) if is_nnx_object(x) else x for _, x in pairs]
     args, kwargs = jax.tree.unflatten(tree, flat)
     return ObjectCall(objects, leaves, arrays, fn, args, kwargs)
 
@@ -281,8 +284,8 @@ class NNXObjects:
         key = jax.random.wrap_key_data(data, impl=self._key_impls[number])
         if self._strategy.num_replicas_in_sync == 1:
             return key
-        replica = context.replica_id_here + self._strategy.group.first_seed
-        folded = jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), replica)
+        fold = jax.vmap(jax.random.fold_in, (0, None))
+        folded = fold(key.reshape(-1), context.replica_id_of_seeds)
         return folded.reshape(key.shape)
 
     def _assign(

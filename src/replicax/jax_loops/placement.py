@@ -17,7 +17,6 @@ from jax.stages import Wrapped
 from jax.tree_util import GetAttrKey, KeyPath
 
 from replicax._util.arrays import dtype_on_devices, holds_numbers
-from replicax._util.stand_ins import is_described
 from replicax._util.types import PyTree, Shape
 from replicax.engine import device_put
 from replicax.engine.combine import require_all_replicas
@@ -138,7 +137,7 @@ def place(tree: PyTree, group: ReplicaGroup, spec: Spec, caller: str) -> PyTree:
 def _placed(leaf: PyTree, sharding: NamedSharding) -> PyTree:
     if isinstance(leaf, jax.core.Tracer):
         return lax.with_sharding_constraint(leaf, sharding)
-    if isinstance(leaf, jax.ShapeDtypeStruct) or _is_described(sharding):
+    if isinstance(leaf, jax.ShapeDtypeStruct) or device_put.has_no_devices(sharding):
         return jax.ShapeDtypeStruct(
             leaf.shape,
             dtype_on_devices(leaf.dtype),
@@ -200,7 +199,7 @@ def global_batch(batch: PyTree, group: ReplicaGroup) -> PyTree:
     shardings = tuple(_sharding_of_rows(x, group) for x in values)
     num_active = tuple(x.num_active for x in values)
     arrays = [x.array for x in values]
-    if _is_described(group.mirrored):
+    if device_put.has_no_devices(group.mirrored):
         shapes = jax.eval_shape(functools.partial(_joined, num_active), arrays)
         rows = [_placed(x, s) for x, s in zip(shapes, shardings, strict=True)]
     else:
@@ -258,7 +257,3 @@ def _joiner(
     return jax.jit(
         functools.partial(_joined, num_active), out_shardings=list(shardings)
     )
-
-
-def _is_described(sharding: NamedSharding) -> bool:
-    return is_described(next(iter(sharding.device_set)))

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._util.types import PyTree
 from replicax.engine import device_put
+from replicax.engine.arguments import Arguments, FlatCall, Kind
 from replicax.engine.composites import is_composite, is_key, one_of
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import RecorderLike
 from replicax.engine.scope import current_call
-from replicax.engine.signature import Arguments, FlatCall, Kind
 from replicax.input.prefetch import MappedAhead, close_iterator
 from replicax.input.sparse_rows import SparseRows, as_rows, by_rows
 from replicax.input.split import leading_size, replicas_for, rows_with_copies

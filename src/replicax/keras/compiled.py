@@ -19,8 +19,8 @@ from replicax._private.trainer import (
 )
 from replicax._util.types import PyTree
 from replicax.engine.composites import is_composite
+from replicax.engine.row_outputs import are_of_rows
 from replicax.engine.scope import current_context
-from replicax.engine.signature import are_of_rows
 from replicax.engine.whole_batch import (
     MOST_BYTES,
     computed_whole,

@@ -30,8 +30,9 @@ from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.replay import StepTrace
+from replicax.engine.row_outputs import require_rows
 from replicax.engine.scope import current_call, required_context
-from replicax.engine.signature import Options, Outputs, require_rows
+from replicax.engine.signature import Options, Outputs
 from replicax.engine.step import ReplicaStep
 from replicax.engine.variables import PendingValue, RecordingScope
 from replicax.keras.batches import PlacedBatch, place

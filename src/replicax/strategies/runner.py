@@ -23,13 +23,14 @@ from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.watch import Watch
 from replicax.engine import combine, device_put, threads
+from replicax.engine.arguments import CallFlattener, FlatCall, Kind
 from replicax.engine.cache import ProgramCache, function_key, unwrap_partial
 from replicax.engine.checks.consistency import require_equal, require_equal_arguments
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.replay import is_tracing_step
 from replicax.engine.scope import called_in, current_call, current_context
-from replicax.engine.signature import CallFlattener, FlatCall, Kind, Options
+from replicax.engine.signature import Options
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import UndeclaredVariableError
 from replicax.errors import ContextError
@@ -111,13 +112,15 @@ class ProgramRunner:
         num_args = len(args)
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
         call = take_apart(fn, args, kwargs, self._strategy, self._objects)
+        if call is not None:
+            fn, args, kwargs = call.fn, call.args, call.kwargs
+        # Arguments that were bound to the function come first now.
+        donated = tuple(i + len(args) - num_args for i in donate)
         if call is None:
-            donated = tuple(i + len(args) - num_args for i in donate)
             return self._run_flat(fn, args, kwargs, _options(donated))
-        donated = tuple(i + len(call.args) - num_args for i in donate)
         options = _options(donated, call.objects.positions.issubset(donated))
         with call.objects.in_variables(call):
-            return self._run_flat(call.fn, call.args, call.kwargs, options)
+            return self._run_flat(fn, args, kwargs, options)
 
     def _run_flat(
         self,
@@ -178,11 +181,13 @@ class ProgramRunner:
     ) -> Program:
         arguments = call.make_arguments()
         _refuse_datasets(arguments.statics)
-        name, key = f"{current_call()}({describe(fn)})", function_key(fn)
+        name = f"{current_call()}({describe(fn)})"
         refuse_closed_over(fn, name)
-        for program in self.programs:
-            if function_key(program.fn) == key:
-                arguments.require_equal_as(program.arguments, name)
+        if arguments.has_differing_results:
+            key = function_key(fn)
+            for program in self.programs:
+                if function_key(program.fn) == key:
+                    arguments.require_equal_as(program.arguments, name)
         # One trace at a time: layers note in themselves what a trace has added to them.
         with threads.order, Announced(f"tracing {name}"):
             program = Program(fn, self.group, arguments, call.arrays, options)
