@@ -154,9 +154,9 @@ class EstimatorSpec:
             require_instance(op, TrainOp, "EstimatorSpec: train_op", remedy)
             if op.loss is not self.loss:
                 raise ValueError(
-                    "EstimatorSpec: a train_op has another loss than the spec. Give "
-                    "all the same loss; for several losses write the step yourself "
-                    "and call strategy.run."
+                    "EstimatorSpec: a train_op has another loss than the spec. Make "
+                    "every train_op with the spec's loss; for several losses, write "
+                    "the step yourself and call strategy.run."
                 )
 
     @property
