@@ -117,7 +117,9 @@ def fitted(strategy: rx.Strategy, context: Any, folder: Any) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("name", ["virtual", "model parallel"])
+@pytest.mark.parametrize(
+    "name", ["virtual", pytest.param("model parallel", marks=pytest.mark.slow)]
+)
 def test_models(name, tmp_path) -> None:
     """A model that is made, trained, saved and restored under the user's mesh."""
     strategy = STRATEGIES[name]()
