@@ -118,7 +118,7 @@ print(min(after - before for before, after in zip(counts, counts[1:])))
 def faults(script: str, **environment: str) -> int:
     """Run a script that prints the page faults of a step."""
     ended = run(script, **environment)
-    assert "limit" not in ended.stderr  # XLA's warning of arrays above `HEAP_BYTES`.
+    assert "limit" not in ended.stderr  # XLA's warning of arrays above `heap_bytes()`.
     return int(ended.stdout)
 
 

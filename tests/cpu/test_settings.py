@@ -13,7 +13,7 @@ from jax import lax
 
 import replicax as rx
 from replicax.cpu import settings
-from replicax.cpu.settings import HEAP_BYTES, compiler_options, keep_loops
+from replicax.cpu.settings import compiler_options, heap_bytes, keep_loops
 from replicax.engine.overlap import xla_options
 
 HEAP = "xla_multiheap_size_constraint_per_heap"
@@ -45,11 +45,11 @@ def test_an_unknown_value_is_an_error_of_the_strategy(monkeypatch) -> None:
 def test_steps_on_cpus_allocate_memory_in_pieces() -> None:
     options = xla_options.compiler_options("cpu", {})
     assert options == compiler_options({})
-    assert options[HEAP] == HEAP_BYTES
+    assert options[HEAP] == heap_bytes()
     step = jax.jit(lambda x: x + 1, compiler_options=dict(options))
     assert int(step(1)) == 2
-    assert compiler_options({}, largest_bytes=HEAP_BYTES) == options
-    assert HEAP not in compiler_options({}, largest_bytes=HEAP_BYTES + 1)
+    assert compiler_options({}, largest_bytes=heap_bytes()) == options
+    assert HEAP not in compiler_options({}, largest_bytes=heap_bytes() + 1)
 
 
 def test_convolutions_use_all_cores() -> None:

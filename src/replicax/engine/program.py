@@ -292,7 +292,7 @@ class Program:
     ) -> Traced:
         """Raise XLA's limit on heap size if an array of the program exceeds it."""
         largest_bytes = largest_array(replicas_part(traced.jaxpr).params["jaxpr"])
-        if largest_bytes <= settings.HEAP_BYTES:
+        if largest_bytes <= settings.heap_bytes():
             return traced
         flat = jaxpr_as_fun(traced.jaxpr)
         structure = jax.tree.structure(traced.out_info)
