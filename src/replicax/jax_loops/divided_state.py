@@ -1,8 +1,8 @@
 """Optimizer state of Optax that the replicas divide: each holds one block (ZeRO).
 
-In an update every replica gathers the state, computes the new one, and keeps its blocks
-of it. So any transformation computes what it computes on one device. Outside replica
-functions, a block is an entry of a `PerReplica`.
+In an update every replica gathers the state, computes the whole new state, and keeps
+its blocks. So the results of any transformation are those of one device. Outside
+replica functions, a block is an entry of a `PerReplica`.
 
 Legend: `R` replicas. The blocks of an array `[n, ...]` are `[n / R, ...]`.
 """
@@ -50,7 +50,7 @@ class DividedState:
 
 
 def _of_all_replicas(value: PyTree) -> PyTree:
-    # All blocks count, also those of replicas without examples of the last batch.
+    # Without `num_active`: replicas without examples hold blocks of the state, too.
     return PerReplica(value.array) if is_per_replica(value) else value
 
 

@@ -28,7 +28,7 @@ def summed_variables(objects: tuple[Any, ...]) -> set[int]:
 def combined_welfords(
     objects: tuple[Any, ...], context: ReplicaContext
 ) -> Generator[None]:
-    """Combine over the replicas what the block adds to `Welford` metrics."""
+    """Combine over the replicas what the `with` body adds to `Welford` metrics."""
     from flax import nnx
 
     welfords = [
@@ -51,7 +51,7 @@ def _combine(
 ) -> None:
     """Combine the replicas' updates, all from the state `before` (Chan et al. 1979)."""
     count, mean, m2 = _state(metric)
-    shift = mean - before[1]  # About the old mean the sums are small.
+    shift = mean - before[1]  # Small, so that sums lose no digits.
     increments = (count - before[0], count * shift, m2 + count * shift**2 - before[2])
     counts, sums, squares = context.all_reduce("sum", increments)
     count = before[0] + counts

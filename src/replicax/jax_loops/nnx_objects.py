@@ -1,10 +1,9 @@
 """NNX objects among the arguments of `Strategy.run`, which the function changes.
 
-`run` takes all objects of a call apart together, so they may share variables. Arrays of
-their NNX variables become variables of the engine, which combines new values over the
-replicas by the type of the NNX variable:
+`run` flattens all objects of a call as one graph, so they may share variables. Their
+arrays become variables of the engine, which combines new values by the NNX type:
 
-- `BatchStat`: the mean;
+- `BatchStat`: the mean over the replicas;
 - `MetricState` of `Average`: the sum of the replicas' increments; of `Welford`: the
   statistics of all replicas' values;
 - `RngKey`: a replica draws from a key of its own, folded from the key and its number;
@@ -66,15 +65,16 @@ class ObjectCall(NamedTuple):
     kwargs: dict[str, PyTree]
 
 
-# The classes of most leaves; each call searches them all.
+# The classes of most leaves, for a fast test: each call searches all leaves.
 _PLAIN = {*ARRAY_TYPES, dict, list, tuple, int, float, complex, bool, str, type(None)}
 
 
 def _is_leaf(value: object) -> bool:
-    """Whether a search for objects ends here: a `State` of variables is a pytree."""
+    """Whether a search for objects does not descend into a value."""
     if type(value) in _PLAIN:
         return False
-    others = (sys.modules["flax.nnx"].State, PerReplica, Iterator)  # JAX warns of these
+    # A `State` is an argument like other pytrees; JAX warns if it flattens an iterator.
+    others = (sys.modules["flax.nnx"].State, PerReplica, Iterator)
     return isinstance(value, others) or is_nnx_object(value)
 
 
@@ -150,7 +150,7 @@ class NNXObjects:
     """
 
     def __init__(self, strategy: StrategyLike, roots: Mapping[KeyPath, Any]) -> None:
-        """See `take_apart`; `roots` are the first such objects, by path."""
+        """`roots`: the objects of the first call with this structure, by path."""
         arguments = [argument_name(path) for path in roots]
         if not strategy.home.on_replicas or strategy.group.updates_at_home:
             raise NotImplementedError(
@@ -166,7 +166,7 @@ class NNXObjects:
         self._graphdef, self._paths, leaves, contents = _flat(objects)
         self._structure = jax.tree.structure(contents)
         self._variables: list[Variable] = []
-        self._is_attribute: list[bool] = []  # Itself, in no NNX variable.
+        self._is_attribute: list[bool] = []  # An attribute, in no NNX variable.
         self._key_impls: dict[int, Any] = {}  # Of random keys, by number.
         # By number: the key of the last call, and its data in the variable's layout.
         self._placed_keys: dict[int, tuple[jax.Array, jax.Array]] = {}
@@ -225,7 +225,7 @@ class NNXObjects:
                         leaf.set_raw_value(content)
 
     def _placed(self, number: int, array: Any) -> jax.Array:
-        """An array in the layout of its variable; of a key, its data."""
+        """Place an array, or the data of a key, in the layout of its variable."""
         variable = self._variables[number]
         layout: NamedSharding = internals.layout_of(variable)
         if number in self._key_impls:

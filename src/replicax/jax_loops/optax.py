@@ -51,7 +51,7 @@ def distributed(
     Under a strategy that shards optimizer state, such as
     `MirroredStrategy(shard_update=True)`, call `init` in its scope: each replica then
     holds one block of every large array of the state between updates. An update gathers
-    the state, and every replica makes the whole of it.
+    the state, and every replica computes the whole new state.
 
     Args:
         tx: The transformation that makes the update.
@@ -124,7 +124,7 @@ def distributed(
 
 
 def _reduced(context: ReplicaContext, op: ReduceOp, updates: PyTree) -> PyTree:
-    """Combine gradients over the replicas that count; missing ones stay missing."""
+    """Combine gradients over the replicas with examples; None and `float0` stay."""
     leaves, structure = jax.tree.flatten(
         updates, is_leaf=lambda x: x is None or is_composite(x)
     )

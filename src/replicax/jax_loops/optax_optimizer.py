@@ -35,7 +35,7 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
     checkpoints save it.
 
     `optimizer.learning_rate`, and callbacks that read or set it, work if `tx` is
-    `optax.inject_hyperparams(...)(learning_rate=number)`; otherwise they are errors.
+    `optax.inject_hyperparams(...)(learning_rate=number)`; otherwise they raise.
     A transformation cannot be written to a file: save `model.save_weights` or
     `rx.Checkpoint(model=model)`. To save whole models, register a subclass with
     `keras.saving.register_keras_serializable()` that makes `tx` from numbers in its
@@ -88,7 +88,7 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
                 "optimizers combine gradients already. Pass the transformation itself."
             )
         self._names: list[str] = []  # Of the trainable variables; unique.
-        self._key_impls: list[str | None] = []  # Of the leaves that are random keys.
+        self._key_impls: list[str | None] = []  # Of each leaf; None: no random key.
         self._slots: list[keras.Variable] = []
         self._structure = jax.tree.structure(None)
 
@@ -128,7 +128,7 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         path: tuple[Any, ...],
         leaf: jax.ShapeDtypeStruct,
         variable: keras.Variable | None,
-        initializer: PyTree,  # Called by Keras, which declares a string.
+        initializer: PyTree,  # A callable, though Keras declares a string.
     ) -> keras.Variable:
         """Create a leaf's variable, which is sharded like other slots of its weight."""
         if variable is not None and leaf.shape == tuple(variable.shape):
@@ -287,7 +287,7 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> PyTree:
 class _InitialState:
     """Computes the initial state, when Keras initializes the first variable of it.
 
-    Keras initializes variables that are created in a trace after it, weights first.
+    It initializes the variables that a trace creates after the trace, weights first.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class _InitialState:
             if number not in self._values:
                 params = {k: v.value for k, v in self._variables.items()}
                 self._values = dict(enumerate(jax.tree.leaves(self._tx.init(params))))
-            # A copy: a state may begin with the weights, whose arrays steps donate.
+            # A copy: a state may hold the weights' own arrays, which steps donate.
             return jnp.array(_stored(self._values.pop(number)), dtype, copy=True)
 
         return initializer

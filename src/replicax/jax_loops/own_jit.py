@@ -80,7 +80,7 @@ class OwnJit(ABC):
 
         Args:
             tree: Any pytree. Arrays of NumPy and JAX, also on another mesh, are placed;
-                an array that is already there is returned itself. Each
+                an array that has its place already is not copied. Each
                 `jax.ShapeDtypeStruct` gets its sharding. Python numbers, functions and
                 other leaves stay.
             layout_map: A `keras.distribution.LayoutMap` or a dict from regular
@@ -143,8 +143,8 @@ class OwnJit(ABC):
 
         Returns:
             What `fn` returns. Its arrays are on all devices of `mesh`; numbers become
-            arrays; functions and other leaves stay. `jax.ShapeDtypeStruct`s with
-            shardings if an argument is a `jax.ShapeDtypeStruct`.
+            arrays; functions and other leaves stay. If an argument is a
+            `jax.ShapeDtypeStruct`, so is each array of the result, with its sharding.
 
         Raises:
             ClusterMismatchError: If the workers' arguments or programs differ.
@@ -227,10 +227,10 @@ class OwnJit(ABC):
         Returns:
             The pytree with a `jax.Array` `[B, ...]` for each `PerReplica`, its rows in
             the dataset's order and divided over the axis `"replica"`. With
-            `remainder="pad"`, `(batch, mask)`: `B = R * b` with the copies, which the
-            mask `bool[B]` marks as False. With `remainder="keep"`, `B` is the number of
-            examples, without copies; if the devices do not divide it, each of them has
-            all rows, and computes with them.
+            `remainder="pad"` it is `(batch, mask)`: `B = R * b` includes copies, for
+            which `mask`, `bool[B]`, is False. With `remainder="keep"`, `B` is the
+            number of examples, without copies; if the devices do not divide it, each of
+            them has all rows, and computes with them.
 
         Raises:
             ContextError: Inside a replica function.
@@ -258,13 +258,13 @@ class OwnJit(ABC):
         return self._in_own_mesh(lambda: runner.dispatch(call))
 
     def watch(self, step: Jitted[P, T], *, num_steps: int = 1) -> WatchedStep[P, T]:
-        """Count and watch your own jitted training step, as those of `run`.
+        """Count and watch your own jitted training step, as `run` does its steps.
 
         With several workers a step that hangs ends all of them after `Timeouts.step`,
         with the name of the worker that is missing; workers that call different steps
-        end with an error that names both. With several threads, steps are dispatched
-        one at a time, as devices need it. `replicax plan` estimates the first watched
-        step of a script.
+        end with an error that names both. Steps of several threads are dispatched one
+        at a time, in the same order on all devices. `replicax plan` estimates the first
+        watched step of a script.
 
         All workers must call the step in the same order. At the first call with new
         shapes they compare the program; later calls communicate nothing.

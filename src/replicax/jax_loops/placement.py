@@ -107,8 +107,8 @@ def place(tree: PyTree, group: ReplicaGroup, spec: Spec, caller: str) -> PyTree:
     Workers compare the values of arrays that each worker has whole.
 
     Args:
-        tree: The pytree. The shapes of arrays get a sharding. Inside `jax.jit`, arrays
-            get a constraint.
+        tree: The pytree. A `jax.ShapeDtypeStruct` gets its sharding. Inside `jax.jit`,
+            an array gets a sharding constraint.
         group: The replicas.
         spec: The rule.
         caller: The public call, for errors.
