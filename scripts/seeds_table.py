@@ -52,15 +52,15 @@ same programs as tests.
 - What a text presupposes, such as `train_dataset`, stands in preludes, and what it says
   in words only, such as a last `fit`, in codas. They are written for TensorFlow too and
   ported with the blocks. Line breaks and indentation that a text has lost are back.
-- Where a text has GPUs and the machine has none, the error is the expected one. With a
-  list of devices the program runs a second time, with CPU devices in their place.
+- Where a text has GPUs and the machine has none, the result is an error that says so.
+  Programs that list their devices run a second time, on CPU devices instead.
 - Epochs are as many as in the text, and batches as large where it says how large, but
   an epoch has few examples: MobileNetV2 gets one batch of 64 photos, ResNets two of 4
   digits. Both see 224x224 pixels, as in the texts. Other data are digits and patients
   that come with scikit-learn, and the guide's own ones. So the losses show that a
   program trains, not how well it would.
-- Seed 001 includes its program from a file that the text has not: its two MobileNetV2
-  programs are written from its description, and have the author's lines around them.
+- Seed 001 includes its program from a file that the text does not contain: its two
+  MobileNetV2 programs are written from its description, around the author's lines.
   Each trains on one of its two sets of photos. Their batches have 64 images, as in its
   first table; 256 on four devices is not run.
 
