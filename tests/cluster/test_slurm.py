@@ -92,14 +92,6 @@ def test_one_task_needs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SlurmClusterResolver().master() == "n7:8888"
 
 
-def test_a_batch_script_is_no_task_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[7-10]")
-    with pytest.raises(ClusterConfigError, match=r"STEP_NODELIST is not set.* srun"):
-        SlurmClusterResolver()
-
-
 def test_outside_slurm() -> None:
     with pytest.raises(
         ClusterConfigError, match=r"SLURM_PROCID and SLURM_NTASKS are not set.* srun\."

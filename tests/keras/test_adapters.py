@@ -183,16 +183,20 @@ def test_all_have_all_predictions(workers, replicas):
         )
 
 
-@pytest.mark.multiprocess
-def test_masks_are_refused(workers, replicas):
-    for result in [*workers, replicas]:
-        assert "remainder='pad' makes (batch, mask) pairs" in result["padded"]
+def assert_refused_and_trained_again(result):
+    assert "remainder='pad' makes (batch, mask) pairs" in result["padded"]
+    assert result["again"] == [2, 2]
 
 
+def test_masks_are_refused_and_a_dataset_trains_again(replicas):
+    assert_refused_and_trained_again(replicas)
+
+
+@pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_dataset_may_be_given_again(workers, replicas):
-    for result in [*workers, replicas]:
-        assert result["again"] == [2, 2]
+def test_workers_refuse_masks_and_train_again(workers):
+    for result in workers:
+        assert_refused_and_trained_again(result)
 
 
 def test_only_distributed_datasets_get_an_adapter():

@@ -120,15 +120,6 @@ def test_compile_outside_the_scope(data, strategy_of):
     strategy.check_replicas()
 
 
-def test_arrays_of_different_sizes(data, strategy_of):
-    x, y = data
-    with strategy_of(2).scope():
-        model = classifier()
-    model.train_on_batch(x, y)  # Else Keras finds out first, while it builds the loss.
-    with pytest.raises(ValueError, match=r"number of examples.*: 32.*: 16"):
-        model.train_on_batch(x, y[:16])
-
-
 def test_scalars_in_a_batch(data, strategy_of):
     x, y = data
     with strategy_of(2).scope():

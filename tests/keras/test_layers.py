@@ -25,48 +25,6 @@ def fitted(model, data, rate=0.1):
     return model.get_weights(), history.history
 
 
-def attention():
-    rows = keras.Input((8, 8))
-    mixed = layers.MultiHeadAttention(num_heads=2, key_dim=4)(rows, rows)
-    normal = layers.LayerNormalization()(layers.Add()([rows, mixed]))
-    return keras.Model(rows, layers.Dense(10)(layers.Flatten()(normal)))
-
-
-def stack(*hidden):
-    return keras.Sequential([keras.Input((8, 8)), *hidden, layers.Dense(10)])
-
-
-MODELS = {
-    "lstm": lambda: stack(layers.LSTM(5)),
-    "gru": lambda: stack(layers.Bidirectional(layers.GRU(3))),
-    "attention": attention,
-    "conv": lambda: stack(
-        layers.Reshape((8, 8, 1)),
-        layers.Conv2D(4, 3, activation="relu"),
-        layers.DepthwiseConv2D(3),
-        layers.GroupNormalization(2),
-        layers.MaxPooling2D(2),
-        layers.Flatten(),
-    ),
-    # One device normalises over the global batch, and so do replicas if told to.
-    "synchronized": lambda: stack(
-        layers.Flatten(), layers.BatchNormalization(synchronized=True)
-    ),
-}
-LONG = {"attention", "lstm", "synchronized"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
-        for name in MODELS
-    ],
-)
-def test_layers(images, same_as_one_device, name):
-    same_as_one_device(lambda: fitted(MODELS[name](), images), 8)
-
-
 def batch_norm(synchronized=False):
     return keras.Sequential(
         [
@@ -175,7 +133,10 @@ def test_dropout_differs_between_replicas_and_replays(outcome):
 
 def test_dropout_training_replays(images, outcome, assert_same):
     def work():
-        model = stack(layers.Flatten(), layers.Dropout(0.3), layers.GaussianNoise(0.1))
+        noise = [layers.Dropout(0.3), layers.GaussianNoise(0.1)]
+        model = keras.Sequential(
+            [keras.Input((8, 8)), layers.Flatten(), *noise, layers.Dense(10)]
+        )
         return fitted(model, images)
 
     assert_same(outcome(work, 4), outcome(work, 4), rtol=0, atol=0)

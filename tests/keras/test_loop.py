@@ -309,9 +309,22 @@ def quantised() -> Any:
     return model, X, Y
 
 
+def convolutional() -> Any:
+    layers = [keras.layers.Conv1D(3, 3), keras.layers.MaxPooling1D()]
+    hidden = [keras.layers.Reshape((6, 1)), *layers, keras.layers.Flatten()]
+    model = keras.Sequential([keras.Input((6,)), *hidden, keras.layers.Dense(2)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model, X, Y
+
+
 @pytest.mark.slow(but=["nested"])
-@pytest.mark.parametrize("make", [nested, lora, quantised])
-def test_other_models_are_keras_bit_by_bit(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("make", [nested, lora, quantised, convolutional])
+def test_other_models_are_keras_bit_by_bit(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Convolutions of replicax round otherwise than those of XLA.
+    monkeypatch.setenv("REPLICAX_CPU", "off")
+
     def train(strategy: Any) -> Any:
         keras.utils.set_random_seed(3)
         with strategy.scope() if strategy else contextlib.nullcontext():

@@ -60,18 +60,6 @@ def test_sample_weights(digits, same_as_one_device, reduction):
     same_as_one_device(work, 2, 8)
 
 
-def test_class_weights(digits, same_as_one_device):
-    x, y = (a[:NUM_EXAMPLES] for a in digits)
-    order = np.argsort(y, kind="stable")  # So each replica has classes of its own.
-    weight = {label: 0.1 + label for label in range(10)}
-
-    def work():
-        model = classifier(crossentropy(), weighted_metrics=["accuracy"])
-        return fitted(model, x[order], y[order], class_weight=weight)
-
-    same_as_one_device(work, 8)
-
-
 def sequences(digits):
     """Rows of images as 16 tokens in 0..16, 0 where there is no ink, and the next."""
     tokens = (digits[0][:NUM_EXAMPLES] * 16).astype("int32")
@@ -154,18 +142,6 @@ def test_several_losses_and_their_trackers(digits, same_as_one_device):
     assert {"digit_loss", "ink_loss", "loss"} <= set(history)
 
 
-def test_output_without_loss(digits, same_as_one_device):
-    x, y = (a[:NUM_EXAMPLES] for a in digits)
-    targets = {"digit": y, "ink": x.mean(1, keepdims=True)}
-
-    def work():
-        # The layer of the output without a loss has no gradient, and keeps its weights.
-        model = two_heads({"digit": crossentropy(), "ink": None})
-        return fitted(model, x, targets)
-
-    same_as_one_device(work, 8)
-
-
 def test_loss_of_one_value_per_example(digits, same_as_one_device):
     """With `reduction=None` the user combines the values; here into a mean."""
     x, y = (a[:NUM_EXAMPLES] for a in digits)
@@ -184,27 +160,20 @@ def test_loss_of_one_value_per_example(digits, same_as_one_device):
     same_as_one_device(work, 8)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_loss_functions(digits, same_as_one_device, weighted):
-    """Functions of a user: one value per example, or their mean."""
+def test_a_weighted_loss_function(digits, same_as_one_device):
+    """A user's function returns one value per example."""
     x, y = (a[:NUM_EXAMPLES] for a in digits)
     targets = keras.utils.to_categorical(y)
-    weights = {"sample_weight": uneven_weights()} if weighted else {}
 
     def per_example(y, y_pred):
         return ops.sum(ops.square(y - y_pred), axis=-1)
 
-    def mean(y, y_pred):
-        return ops.mean(ops.square(y - y_pred))
-
-    def work(loss):
+    def work():
         model = keras.Sequential([keras.Input((64,)), layers.Dense(10)])
-        model.compile(keras.optimizers.SGD(0.05), loss)
-        return fitted(model, x, targets, **weights)
+        model.compile(keras.optimizers.SGD(0.05), per_example)
+        return fitted(model, x, targets, sample_weight=uneven_weights())
 
-    same_as_one_device(lambda: work(per_example), 8)
-    if not weighted:  # Keras multiplies the mean by each weight in turn.
-        same_as_one_device(lambda: work(mean), 8)
+    same_as_one_device(work, 8)
 
 
 class AddsLosses(layers.Layer):

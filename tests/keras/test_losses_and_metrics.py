@@ -1,6 +1,7 @@
 """Losses and metrics of `compile` are those of the whole batch, on every strategy."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,10 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "virtual": lambda: rx.MirroredStrategy(cpus(2), replicas_per_device=2),
 }
 
-BATCH, ROWS, ROWS_OF_VALIDATION = 8, 23, 22
-"""Batches of 8 and 7, and of 8 and 6: 1, 2 or all of 2 or 4 replicas hold rows."""
+BATCH = 8
+SIZES = {"few": (16, 6), "many": (23, 22)}
+"""Rows of training and validation. Batches have 8 or 6 rows, or 7 as well: 1, 2, 3 or
+all of 4 replicas hold rows."""
 
 
 def model_of(kind: str) -> tuple[Any, list[str]]:
@@ -51,16 +54,17 @@ def model_of(kind: str) -> tuple[Any, list[str]]:
     return model, kinds
 
 
-def results(strategy: Any, kind: str, *, weighted: bool = False) -> dict[str, Any]:
+def results(strategy: Any, kind: str, size: str) -> dict[str, Any]:
     """The logs of `fit` and `evaluate`, and each output's kernel, by names of items."""
     keras.utils.clear_session()  # Else metrics of the same name are numbered on.
     keras.utils.set_random_seed(3)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model, kinds = model_of(kind)
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(ROWS, 5)).astype("float32")
-    y = [targets(k, ROWS, rng) for k in kinds]
-    small = slice(None, ROWS_OF_VALIDATION)
+    num_rows, num_of_validation = SIZES[size]
+    x = rng.normal(size=(num_rows, 5)).astype("float32")
+    y = [targets(k, num_rows, rng) for k in kinds]
+    small = slice(None, num_of_validation)
     history = model.fit(
         x,
         y,
@@ -68,29 +72,26 @@ def results(strategy: Any, kind: str, *, weighted: bool = False) -> dict[str, An
         epochs=2,
         shuffle=False,
         verbose=0,
-        sample_weight=None if weighted is False else np.linspace(0.5, 2, ROWS),
         validation_data=(x[small], [t[small] for t in y]),
     ).history
-    found = {name: np.asarray(values) for name, values in history.items()}
-    for i, weight in enumerate(model.get_weights()):
-        found[f"weight {i}"] = weight
-    return found
+    logs = {name: np.asarray(values) for name, values in history.items()}
+    weights = enumerate(model.get_weights())
+    return logs | {f"weight {i}": weight for i, weight in weights}
 
 
-_plain: dict[Any, dict[str, Any]] = {}
-
-
-def plain(kind: str) -> dict[str, Any]:
-    if kind not in _plain:
-        _plain[kind] = results(None, kind)
-    return _plain[kind]
+@functools.cache
+def plain(kind: str, size: str) -> dict[str, Any]:
+    return results(None, kind, size)
 
 
 @pytest.mark.parametrize("kind", ["losses", "metrics"])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.slow(but=["mirrored 4-losses", "mirrored 4-metrics"])
-def test_all_are_those_of_plain_keras(name: str, kind: str, assert_same: Any) -> None:
-    assert_same(results(STRATEGIES[name](), kind), plain(kind))
+@pytest.mark.slow(but=["mirrored 4-few-losses", "mirrored 4-few-metrics"])
+def test_all_are_those_of_plain_keras(
+    name: str, size: str, kind: str, assert_same: Any
+) -> None:
+    assert_same(results(STRATEGIES[name](), kind, size), plain(kind, size))
 
 
 def on_a_worker() -> Any:
@@ -99,7 +100,7 @@ def on_a_worker() -> Any:
 
     sys.path.insert(0, str(Path(__file__).parent))
     strategy = rx.MultiWorkerMirroredStrategy()
-    return {kind: results(strategy, kind) for kind in ("losses", "metrics")}
+    return {kind: results(strategy, kind, "many") for kind in ("losses", "metrics")}
 
 
 @pytest.mark.slow
@@ -110,7 +111,7 @@ def test_all_are_those_of_plain_keras_on_two_workers(assert_same: Any) -> None:
     )
     for outcome in outcomes.values():
         for kind in ("losses", "metrics"):
-            assert_same(outcome.value[kind], plain(kind))
+            assert_same(outcome.value[kind], plain(kind, "many"))
 
 
 def test_the_tables_name_every_class() -> None:

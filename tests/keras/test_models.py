@@ -2,7 +2,6 @@
 
 import contextlib
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -115,92 +114,6 @@ def test_several_inputs_and_outputs(data, same_as_one_device, kind):
     same_as_one_device(work, 8)
 
 
-class JaxStep(Subclassed):
-    """Overrides `train_step` and `test_step` as the Keras guide for JAX does."""
-
-    def loss_and_updates(self, trainable, non_trainable, x, y, training=False):
-        y_pred, non_trainable = self.stateless_call(
-            trainable, non_trainable, x, training=training
-        )
-        return self.compute_loss(x, y, y_pred), (y_pred, non_trainable)
-
-    def update_metrics(self, values, y, y_pred, loss):
-        logs, new = {}, []
-        for metric in self.metrics:
-            own = values[len(new) : len(new) + len(metric.variables)]
-            args = (loss,) if metric.name == "loss" else (y, y_pred)
-            own = metric.stateless_update_state(own, *args)
-            logs[metric.name] = metric.stateless_result(own)
-            new += own
-        return logs, new
-
-    def train_step(self, state, data):
-        trainable, non_trainable, optimizer, metrics = state
-        x, y = data
-        grad_fn = jax.value_and_grad(self.loss_and_updates, has_aux=True)
-        (loss, (y_pred, non_trainable)), grads = grad_fn(
-            trainable, non_trainable, x, y, training=True
-        )
-        trainable, optimizer = self.optimizer.stateless_apply(
-            optimizer, grads, trainable
-        )
-        logs, metrics = self.update_metrics(metrics, y, y_pred, loss)
-        return logs, (trainable, non_trainable, optimizer, metrics)
-
-    def test_step(self, state, data):
-        trainable, non_trainable, metrics = state
-        x, y = data
-        loss, (y_pred, non_trainable) = self.loss_and_updates(
-            trainable, non_trainable, x, y
-        )
-        logs, metrics = self.update_metrics(metrics, y, y_pred, loss)
-        return logs, (trainable, non_trainable, metrics)
-
-
-def test_train_step_with_state(digits, same_as_one_device):
-    # The guide's step weighs every batch's loss alike: give it equal batches.
-    x, y = (a[:72] for a in digits)
-
-    def work():
-        model = JaxStep()
-        model.compile(sgd(), crossentropy(), metrics=["accuracy"])
-        weights, history = fitted(model, x, y)
-        return weights, history, model.evaluate(x, y, BATCH_SIZE, 0, return_dict=True)
-
-    same_as_one_device(work, 8)
-
-
-class Tape(Subclassed):
-    """Overrides `train_step` as tf.keras has it."""
-
-    def train_step(self, data):
-        x, y = data
-        with rx.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            loss = self.compute_loss(x, y, y_pred)
-        grads = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(
-            zip(grads, self.trainable_variables, strict=True)
-        )
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss, sample_weight=len(x))
-            else:
-                metric.update_state(y, y_pred)
-        return {m.name: m.result() for m in self.metrics}
-
-
-def test_train_step_with_a_tape(data, outcome, assert_same):
-    def work(make):
-        model = make()
-        model.compile(sgd(), crossentropy())
-        return fitted(model, *data)
-
-    expected = outcome(lambda: work(Subclassed), 0)
-    for replicas in (1, 8):
-        assert_same(outcome(lambda: work(Tape), replicas), expected)
-
-
 class AverageLoss(Subclassed):
     """Computes its loss with the functions that loops of one's own use."""
 
@@ -250,8 +163,7 @@ class TwoOptimizers(Subclassed):
         return {"loss": self._loss_tracker.result()}
 
 
-@pytest.mark.parametrize("per_execution", [1, 2])
-def test_two_optimizers(data, outcome, assert_same, per_execution):
+def test_two_optimizers(data, outcome, assert_same):
     def plain():
         model = Subclassed()
         model.compile(sgd(), crossentropy())
@@ -259,41 +171,13 @@ def test_two_optimizers(data, outcome, assert_same, per_execution):
 
     def mirrored():
         model = TwoOptimizers()
-        model.compile(sgd(), sgd(), crossentropy(), per_execution)
+        model.compile(sgd(), sgd(), crossentropy(), steps_per_execution=2)
         result = fitted(model, *data)
         assert [int(o.iterations) for o in model.optimizers.values()] == [6, 6]
         return result
 
     # Equal optimizers, so what one optimizer gives.
     assert_same(outcome(mirrored, 8), outcome(plain, 0))
-
-
-class TapeWithScale(Subclassed):
-    """Scales its loss against underflow, as tf.keras' mixed precision guide says."""
-
-    def train_step(self, data):
-        x, y = data
-        with rx.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-            scaled = self.optimizer.scale_loss(loss)
-        grads = tape.gradient(scaled, self.trainable_variables)
-        self.optimizer.apply(grads, self.trainable_variables)
-        self._loss_tracker.update_state(loss, sample_weight=len(x))
-        return {"loss": self._loss_tracker.result()}
-
-
-def test_loss_scale_with_a_tape(data, outcome, assert_same):
-    def work(make):
-        model = make()
-        optimizer = keras.optimizers.LossScaleOptimizer(
-            sgd(), initial_scale=1024.0, dynamic_growth_steps=4
-        )
-        model.compile(optimizer, crossentropy())
-        return fitted(model, *data), optimizer.dynamic_scale
-
-    (trained, scale) = outcome(lambda: work(Subclassed), 0)
-    assert scale == 2048
-    assert_same(outcome(lambda: work(TapeWithScale), 8), (trained, scale))
 
 
 class LogsLoss(Subclassed):

@@ -96,7 +96,7 @@ class Plain(GAN):
             with keras.StatelessScope(state_mapping=list(mapping)):
                 return self.losses_of(x, noise)[which]
 
-        gradient = jax.grad(loss, argnums=1)
+        gradient = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
         for _ in range(epochs):
             for start in range(0, len(X), 8):
                 batch = X[start : start + 8], NOISE[start : start + 8]

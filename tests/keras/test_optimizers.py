@@ -13,21 +13,6 @@ import replicax as rx
 # 100 examples: three whole batches of 32, and one of 4, fewer than 8 replicas.
 NUM_EXAMPLES, BATCH_SIZE = 100, 32
 
-OPTIMIZERS = {
-    "accumulated": lambda: keras.optimizers.SGD(
-        0.1, 0.9, gradient_accumulation_steps=2
-    ),
-    "average": lambda: keras.optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3
-    ),
-    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
-    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.002),
-    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
-    # A large epsilon: else the noise in gradients near zero is scaled up to full steps.
-    "adamw": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.01, epsilon=1e-3),
-    "rmsprop": lambda: keras.optimizers.RMSprop(1e-3, 0.8, 0.5, 1e-3, True),
-}
-
 
 def classifier(*hidden):
     hidden = hidden or (layers.Dense(12, activation="relu"),)
@@ -53,17 +38,6 @@ def precision(policy):
         yield
     finally:
         keras.config.set_dtype_policy(before)
-
-
-@pytest.mark.slow(but=["clipnorm", "accumulated"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_options_apply_to_the_global_gradient(digits, same_as_one_device, name):
-    def work():
-        model = classifier()
-        model.compile(OPTIMIZERS[name](), crossentropy())
-        return fitted(model, digits)
-
-    same_as_one_device(work, 8)
 
 
 class Halving(keras.optimizers.schedules.LearningRateSchedule):
@@ -143,11 +117,10 @@ def test_a_step_whose_first_read_of_weights_is_a_layers_updates_what_is_stored()
     np.testing.assert_allclose(bias, before[1] - 1.0, rtol=1e-3)
 
 
-@pytest.mark.parametrize("rows", [[0], [31]], ids=["first", "last"])
-def test_overflow_on_one_replica_is_everybodys(digits, same_as_one_device, rows):
+def test_overflow_on_one_replica_is_everybodys(digits, same_as_one_device):
     # float16 has 11 bits: 5e-4 of each number.
     result = same_as_one_device(
-        lambda: scaled_fit(digits, rows), 8, rtol=5e-3, atol=5e-4
+        lambda: scaled_fit(digits, [31]), 8, rtol=5e-3, atol=5e-4
     )
     # One good step, the halving that skips the second, and a good third.
     assert (result["scale"], result["counter"], result["iterations"]) == (512, 1, 2)

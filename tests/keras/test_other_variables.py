@@ -89,7 +89,7 @@ def by_hand() -> tuple[list[float], list[list[float]]]:
     return losses, kernel.tolist()
 
 
-@pytest.mark.slow(but=["one", "fully_sharded", "central_storage"])
+@pytest.mark.slow(but=["fully_sharded", "central_storage"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_steps_read_what_a_callback_sets(name: str) -> None:
     model, history, evaluated = annealed(STRATEGIES[name]())

@@ -69,8 +69,7 @@ def trained(make: Callable[..., Any] | None) -> list[Any]:
     return [logs["loss"], logs["accuracy"], evaluated, predicted, *model.get_weights()]
 
 
-@pytest.mark.parametrize("make", [Batches, generated])
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize(("make", "num_replicas"), [(Batches, 3), (generated, 1)])
 def test_they_train_as_arrays_do(make: Callable[..., Any], num_replicas: int) -> None:
     strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     with strategy.scope():

@@ -43,9 +43,8 @@ def data(digits):
     return tuple(a[:70] for a in digits)
 
 
-@pytest.mark.parametrize("replicas", [8])
-def test_replicas_stay_equal(data, strategy_of, replicas):
-    strategy = strategy_of(replicas)
+def test_replicas_stay_equal(data, strategy_of):
+    strategy = strategy_of(8)
     with strategy.scope():
         model = classifier()
     model.fit(*data, batch_size=16, epochs=2, verbose=0)
@@ -53,7 +52,7 @@ def test_replicas_stay_equal(data, strategy_of, replicas):
     strategy.check_replicas(model.optimizer.variables)
     for variable in [*model.variables, *model.optimizer.variables]:
         copies = [np.asarray(s.data) for s in variable.value.addressable_shards]
-        assert len(copies) == replicas
+        assert len(copies) == 8
         for one in copies:
             np.testing.assert_array_equal(one, copies[0])
 

@@ -1,4 +1,4 @@
-"""Seed 003, "Model Training Patterns - Distribution Strategy": synchronous training.
+"""Seed 003, "Model Training Patterns - Distribution Strategy": larger batches.
 
 The script of "Synchronous training" with imports and data changed (384 patients of
 scikit-learn's diabetes data, five measurements each), and what the text says about
@@ -59,21 +59,6 @@ def dataset_of(patients: tuple[np.ndarray, np.ndarray], batch_size: int) -> Any:
     # The text: `tf.data.Dataset.prefetch(buffer_size)` keeps the data flowing.
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
     return dataset.to_iter_dataset(options)
-
-
-def test_synchronous_training_is_that_of_one_replica(
-    patients: tuple[np.ndarray, np.ndarray],
-) -> None:
-    strategy = mirrored(2)
-    model, losses, loss = script(strategy, dataset_of(patients, 32))
-    assert losses[0] > losses[1] > loss
-    strategy.check_replicas()
-
-    keras.utils.set_random_seed(0)
-    other, other_losses, other_loss = script(mirrored(1), dataset_of(patients, 32))
-    np.testing.assert_allclose([*losses, loss], [*other_losses, other_loss], rtol=1e-5)
-    for a, b in zip(model.weights, other.weights, strict=True):
-        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-5)
 
 
 def test_larger_batches_train_as_well_with_a_linearly_scaled_rate(

@@ -257,17 +257,12 @@ def test_what_steps_use_is_made_in_the_scope(made: str, optimizer: str) -> None:
     assert float(names["seen"].result()) > 0
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        "model.build((None, 2))",
-    ],
-)
-def test_a_model_of_the_scope_is_built_in_it(build: str) -> None:
+def test_a_model_of_the_scope_is_built_in_it() -> None:
     text, left = ported(
         f"{STRATEGY}with strategy.scope():\n"
         "    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])\n"
-        f"    model.compile('sgd', 'mse')\n{build}\n{FIT}print(model(x))\n"
+        "    model.compile('sgd', 'mse')\nmodel.build((None, 2))\n"
+        f"{FIT}print(model(x))\n"
     )
     assert left == []
     assert text.count("with strategy.scope():\n") == 2
@@ -297,22 +292,15 @@ def step(x):
         loss = tf.reduce_mean(model(x))
     grads = tape.gradient(loss, model.trainable_variables)
     for a, g in zip(sums, grads):
-        {}
+        a.assign(a * 0.5)
 strategy.run(step, args=(x,))
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "num_left"),
-    [
-        ("a.assign_add(1.0)", 0),
-        ("a.assign(a * 0.5)", 0),
-    ],
-)
-def test_gradients_that_steps_keep_are_left(line: str, num_left: int) -> None:
+def test_variables_that_steps_change_are_ported() -> None:
     made = "    sums = [tf.Variable(tf.zeros_like(v)) for v in model.variables]\n"
-    _, left = ported(f"{STRATEGY}{MODEL}{made}{ACCUMULATED.format(line)}")
-    assert ["gradient_accumulation_steps" in each for each in left] == [True] * num_left
+    _, left = ported(f"{STRATEGY}{MODEL}{made}{ACCUMULATED}")
+    assert left == []
 
 
 def test_a_model_that_a_scope_reads_stays_outside() -> None:
@@ -341,19 +329,13 @@ DENSE = "layer = tf.keras.layers.Dense(2)"
 
 
 @pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        (DENSE, 0),
-        (f"with strategy.scope():\n    {DENSE}\nlayer.build((None, 3))", 0),
-    ],
+    "source",
+    [DENSE, f"with strategy.scope():\n    {DENSE}\nlayer.build((None, 3))"],
 )
-def test_layers_that_are_built_before_the_scope_are_left(
-    source: str, count: int
-) -> None:
+def test_a_layer_that_is_built_in_the_scope_trains(source: str) -> None:
     text, left = ported(BUILT.format(source))
-    assert ["in whose scope" in each for each in left] == [True] * count
-    if not left:
-        executed(text)
+    assert left == []
+    executed(text)
 
 
 CLOSURE = """
