@@ -62,7 +62,7 @@ def back_up(name, folder):
     ("name", "tasks"),
     [
         ("MultiWorkerMirroredStrategy", {"worker": 2}),
-        ("ParameterServerStrategy", {"worker": 1, "ps": 1}),
+        ("ParameterServerStrategy", {"worker": 2, "ps": 1}),
     ],
 )
 def test_saves_of_each_worker_are_refused(tmp_path, name, tasks):
