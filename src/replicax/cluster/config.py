@@ -33,17 +33,11 @@ _shown = _repr.repr
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
-    """A cluster, and the task of this process in it.
+    """A cluster, and the task of this process in it."""
 
-    Attributes:
-        cluster: The jobs and their tasks; empty on a single machine.
-        task_type: The job of this process; None only when the cluster is empty.
-        task_id: The index of this process within its job, from zero.
-    """
-
-    cluster: ClusterSpec
-    task_type: str | None = None
-    task_id: int | None = None
+    cluster: ClusterSpec  # Empty on a single machine.
+    task_type: str | None = None  # The job of this process; None: an empty cluster.
+    task_id: int | None = None  # The index of this process within its job, from zero.
 
     @property
     def name(self) -> str | None:

@@ -26,34 +26,21 @@ _WAIT_SECONDS = 3.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """A program, or another operation that all workers do in the same order.
+    """A program, or another operation that all workers do in the same order."""
 
-    Attributes:
-        name: The name in messages, such as `"run(train_step (line 12))"`.
-        mark: A unique identifier, equal on all workers and prefix-free.
-        num_steps: Number of training steps in the operation.
-    """
-
-    name: str
-    mark: bytes
-    num_steps: int = 0
+    name: str  # In messages, such as "run(train_step (line 12))".
+    mark: bytes  # A unique identifier, equal on all workers and prefix-free.
+    num_steps: int = 0  # Training steps in the operation.
 
 
 @dataclasses.dataclass(frozen=True)
 class LogTail:
-    """The tail of a worker's log, in the form in which workers exchange it.
+    """The tail of a worker's log, in the form in which workers exchange it."""
 
-    Attributes:
-        after: Number of operations before the tail.
-        steps: Number of steps before the tail.
-        operations: The operations of the tail.
-        has_ended: Whether the log is complete.
-    """
-
-    after: int
-    steps: int
+    after: int  # Number of operations before the tail.
+    steps: int  # Number of steps before the tail.
     operations: Sequence[Operation]
-    has_ended: bool
+    has_ended: bool  # Whether the log is complete.
 
     def encode(self) -> str:
         """Serialize the tail as JSON, with each distinct operation once."""
@@ -90,10 +77,7 @@ class DispatchLog:
     """The log of this worker's collective operations.
 
     A step only appends to a list (measured: 0.03 us). The heartbeat thread computes the
-    checksums later.
-
-    Attributes:
-        note: Logs an `Operation` that this worker begins.
+    checksums later. `note` logs an `Operation` that this worker begins.
     """
 
     def __init__(self) -> None:
@@ -174,15 +158,10 @@ class DispatchLog:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first difference between the workers' logs.
+    """The first difference between the workers' logs."""
 
-    Attributes:
-        step: Number of steps before the difference.
-        operations: Each worker's operation there; None: the log's end, or unknown.
-    """
-
-    step: int
-    operations: tuple[Operation | None, ...]
+    step: int  # Number of steps before the difference.
+    operations: tuple[Operation | None, ...]  # By worker; None: the end, or unknown.
 
     @classmethod
     def between(cls, tails: Sequence[LogTail | None]) -> "Difference | None":
@@ -231,11 +210,8 @@ class Difference:
 class OrderCheck:
     """Compares this worker's log with the others', and finds the first difference.
 
-    Attributes:
-        difference: The first difference; None: unknown.
-        difference_at: The time at which the check found it, by the monotonic clock.
-        differs_after: Number of operations before which the logs agree; None: no
-            difference is known.
+    `difference_at` is the time of the `difference`, by the monotonic clock. The logs
+    agree in the first `differs_after` operations; None: no difference is known.
     """
 
     def __init__(

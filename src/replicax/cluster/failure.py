@@ -88,27 +88,19 @@ def is_retryable(exit_code: int) -> bool:
 class FailureReport:
     """A report of the failure that ends a task.
 
-    Attributes:
-        task: The task that writes the report, such as `"worker:1"`.
-        culprit: The task that failed first, as far as known; None: unknown.
-        kind: `"exception"`, `"mismatch"`, `"order"` (workers did different things),
-            `"lost"` (a task died or does not answer), `"values lost"` (by a server),
-            `"stuck"`, `"start-up"`, `"preempted"` or `"interrupted"` (Ctrl-C).
-        message: The cause, in full sentences.
-        traceback: The culprit's traceback; None: unknown.
-        steps: The last known step of each task.
-        exit_code: The status with which the task exits; retryable by default.
-        time: The time at which the task noticed the failure, in seconds since 1970.
+    `kind` is `"exception"`, `"mismatch"`, `"order"` or `"exited"` (workers did
+    different things), `"lost"` (a task died or does not answer), `"values lost"` (by a
+    server), `"stuck"`, `"start-up"`, `"preempted"` or `"interrupted"` (Ctrl-C).
     """
 
-    task: str
-    culprit: str | None
+    task: str  # The task that writes the report, such as "worker:1".
+    culprit: str | None  # The task that failed first; None: unknown.
     kind: str
-    message: str
+    message: str  # The cause, in full sentences.
     exit_code: int = int(ExitCode.RETRY)
-    traceback: str | None = None
-    steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    time: float = dataclasses.field(default_factory=time.time)
+    traceback: str | None = None  # The culprit's.
+    steps: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Last known.
+    time: float = dataclasses.field(default_factory=time.time)  # Since 1970.
 
     def write(self) -> None:
         """Write the report to the folder in the variable `REPORT_DIR`, if it is set."""

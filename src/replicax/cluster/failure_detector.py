@@ -19,52 +19,31 @@ _LEFT_SECONDS = 1.0
 
 @dataclasses.dataclass(kw_only=True)
 class Heartbeat:
-    """A worker's heartbeat, about once a second.
+    """A worker's heartbeat, about once a second."""
 
-    Attributes:
-        beat: Number of heartbeats so far.
-        dispatched: Number of programs dispatched to its devices.
-        completed: Number of programs that are known to have finished.
-        steps: Number of training and other steps in the dispatched programs.
-        log: Number and checksum of the operations in its `DispatchLog`.
-        doing: Name of the last of these operations.
-        differs_after: Number of operations before the logs differ; None: no difference
-            is known.
-        is_waiting: Whether its script waits in an exchange with all workers. The
-            exchange raises an error of its own if a worker is missing.
-        has_left: Whether its script has ended.
-        failure: The report of the failure that ends the worker; None: none.
-        frozen: The step count when `StopRequest` froze it; None: no stop is requested.
-    """
-
-    beat: int = 0
-    dispatched: int = 0
-    completed: int = 0
-    steps: int = 0
-    log: tuple[int, int] = (0, 0)
-    doing: str = ""
-    differs_after: int | None = None
+    beat: int = 0  # Number of heartbeats so far.
+    dispatched: int = 0  # Number of programs dispatched to its devices.
+    completed: int = 0  # Number of programs that are known to have finished.
+    steps: int = 0  # Training and other steps in the dispatched programs.
+    log: tuple[int, int] = (0, 0)  # Number and checksum of its `DispatchLog`.
+    doing: str = ""  # Name of the last operation in the log.
+    differs_after: int | None = None  # As in `OrderCheck`.
+    # Whether its script waits in an exchange with all workers. The exchange raises an
+    # error of its own if a worker is missing.
     is_waiting: bool = False
-    has_left: bool = False
-    failure: dict[str, Any] | None = None
-    frozen: int | None = None
+    has_left: bool = False  # Whether its script has ended.
+    failure: dict[str, Any] | None = None  # The report of the failure that ends it.
+    frozen: int | None = None  # The step count at which `StopRequest` froze it.
 
 
 @dataclasses.dataclass(kw_only=True)
 class Sign(Heartbeat):
-    """A worker's last heartbeat, and its time of arrival.
+    """A worker's last heartbeat; times are by the clock of the judging worker."""
 
-    Attributes:
-        name: The worker's task, such as `"worker:1"`.
-        address: `"host:port"`; empty: unknown.
-        seen_at: Arrival of the last heartbeat, by the clock of the judging worker.
-        moved_at: Last change of `log`, by the same clock.
-    """
-
-    name: str
-    address: str = ""
-    seen_at: float = 0.0
-    moved_at: float = 0.0
+    name: str  # The worker's task, such as "worker:1".
+    address: str = ""  # Empty: unknown.
+    seen_at: float = 0.0  # Arrival of the last heartbeat.
+    moved_at: float = 0.0  # Last change of `log`.
 
     @property
     def full_name(self) -> str:
@@ -85,16 +64,9 @@ def judge(
 ) -> FailureReport | None:
     """Decide whether worker `index` has to end now; return its report, or None.
 
-    Args:
-        signs: The signs of all workers, in order.
-        index: The worker that decides.
-        now: The time, in seconds, by the clock of `seen_at` and `moved_at`.
-        timeouts: The deadlines.
-        last_read_at: The time of the last successful read of heartbeats, up to which
-            silence is measured. Defaults to `now`.
-        difference: The first difference between the workers' logs; None: unknown.
-        difference_at: The time when the difference was found.
-        is_settling: Whether the logs differ, but the first difference is unknown.
+    `signs` are all workers', in order. Silence is measured up to `last_read_at`, the
+    time of the last successful read of heartbeats, by default `now`. While
+    `is_settling`, the logs differ, but the first `difference` is unknown.
     """
     me = signs[index]
     return (

@@ -16,10 +16,7 @@ class StopRequest:
     worker. So the heartbeat threads agree: each thread freezes its worker's step count
     and sends it. When all counts are known, all workers stop after the highest count
     plus 1. Until then, a frozen worker waits at the end of its next step. A single
-    worker stops at once.
-
-    Attributes:
-        requested: Whether a worker has requested a stop.
+    worker stops at once. `requested` is true after a worker's request.
     """
 
     def __init__(self, *, alone: bool) -> None:

@@ -50,20 +50,13 @@ _TPU_ENV_ENTRY = re.compile(r"^\s*([A-Z_]+)\s*:\s*'?([^'\n]*)'?\s*$", re.MULTILI
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TpuSlice:
-    """The hosts of a TPU slice, and the index of this machine among them.
+    """The hosts of a TPU slice, and the index of this machine among them."""
 
-    Attributes:
-        addresses: `"host:port"` of each process of this slice, in JAX's order; empty
-            for a single host.
-        index: This machine's index among these processes.
-        num_slices: Number of slices that train together.
-        name: The name of the TPU, `""` if unknown.
-    """
-
+    # "host:port" of each process of this slice, in JAX's order; empty: a single host.
     addresses: tuple[str, ...] = ()
     index: int = 0
-    num_slices: int = 1
-    name: str = ""
+    num_slices: int = 1  # Slices that train together.
+    name: str = ""  # Of the TPU; empty: unknown.
 
     @property
     def num_hosts(self) -> int:

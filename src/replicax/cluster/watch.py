@@ -31,13 +31,9 @@ _POLL_SECONDS = 0.05
 class Watch:
     """Sends this worker's heartbeats, and watches the others'.
 
-    Attributes:
-        signs: The last heartbeat of each worker, in order.
-        me: This worker's entry in `signs`.
-        store: The key-value store of the workers.
-        is_missed: Whether the others still needed this worker after its script ended.
-        log: This worker's log of collective operations.
-        order: The comparison of the workers' logs.
+    `signs` has the last heartbeat of each worker, in order, and `me` is this worker's.
+    `order` compares the workers' logs of collective operations; `log` is this worker's.
+    `is_missed` becomes true if others still need this worker after its script ended.
     """
 
     def __init__(

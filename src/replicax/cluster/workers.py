@@ -21,9 +21,9 @@ from replicax.errors import ClusterError, ClusterMismatchError
 __all__ = ["Workers", "current", "set_current"]
 
 _SAME_CALLS = (
-    "All workers must make the same calls in the same order: training, evaluation, "
-    "checkpoints and whatever else the strategy does, with batches of equal shapes, "
-    "and none of them under a condition such as `if strategy.is_chief`."
+    "All workers must make the same calls of the strategy in the same order, such as "
+    "training, evaluation and checkpoints, with batches of equal shapes, and none of "
+    "them under a condition such as `if strategy.is_chief`."
 )
 
 

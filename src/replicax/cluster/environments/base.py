@@ -23,32 +23,22 @@ _FIRST_PORT, _NUM_PORTS = 61440, 4096
 class Membership:
     """This process' place among the processes that a launcher has started.
 
-    Attributes:
-        index: This process' index, from zero; None if it does not train.
-        count: Number of processes that train together.
-        resolver: The cluster, if the launcher gives an address for each process.
-        coordinator: Otherwise the address `"host:port"` that process 0 listens on.
-        local: This process' index on its machine, and the number of processes there,
-            if the launcher leaves the choice of devices to the processes.
-        num_tasks: Number of the launcher's processes, also of those that do not train;
-            0: `count`.
+    The launcher gives an address for each process, in `resolver`, or only the address
+    `"host:port"` of process 0, the `coordinator`. `local` is this process' index on its
+    machine and the number of processes there, if the launcher leaves the choice of
+    devices to the processes.
     """
 
-    index: int | None = 0
-    count: int = 1
+    index: int | None = 0  # From zero; None: this process does not train.
+    count: int = 1  # Number of processes that train together.
     resolver: ClusterResolver | None = None
     coordinator: str = ""
     local: tuple[int, int] | None = None
-    num_tasks: int = 0
+    num_tasks: int = 0  # All of the launcher's processes; 0: `count`.
 
 
 class IncompleteError(ClusterConfigError):
-    """A launcher's variables are incomplete.
-
-    Args:
-        problem: The missing variable, and the remedy.
-        count: The number of processes according to the variables; 0 if unknown.
-    """
+    """A launcher's variables are incomplete; they say `count` processes, 0: unknown."""
 
     def __init__(self, problem: str, count: int = 0) -> None:
         super().__init__(f"{problem} {ALONE}", problem)
