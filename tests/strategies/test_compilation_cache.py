@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from replicax._util.files import caches_folder
 from replicax.strategies import compilation_cache
 
 PROGRAM = """
@@ -140,9 +141,8 @@ def test_a_damaged_program_is_compiled_again(tmp_path: Path) -> None:
 
 
 def test_tpus_and_unknown_platforms_are_left_out() -> None:
-    assert not compilation_cache._is_safe("tpu")
-    assert not compilation_cache._is_safe("metal")
-    assert compilation_cache._is_safe("gpu")
+    assert "gpu" in compilation_cache._SAFE_PLATFORMS
+    assert not {"tpu", "metal"} & set(compilation_cache._SAFE_PLATFORMS)
 
 
 @pytest.fixture
@@ -180,14 +180,14 @@ def test_jobs_of_several_processes_are_left_out(
 def test_folders_follow_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     for platform, xdg, expected in (
-        ("linux", "", "/home/me/.cache/replicax/compiled"),
-        ("linux", "relative", "/home/me/.cache/replicax/compiled"),
-        ("linux", "/big", "/big/replicax/compiled"),
-        ("darwin", "", "/home/me/Library/Caches/replicax/compiled"),
+        ("linux", "", "/home/me/.cache/replicax"),
+        ("linux", "relative", "/home/me/.cache/replicax"),
+        ("linux", "/big", "/big/replicax"),
+        ("darwin", "", "/home/me/Library/Caches/replicax"),
     ):
         monkeypatch.setattr(sys, "platform", platform)
         monkeypatch.setenv("XDG_CACHE_HOME", xdg)
-        assert compilation_cache._default_folder() == Path(expected)
+        assert caches_folder(os.environ) == Path(expected)
 
 
 def test_folders_by_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,21 +11,8 @@ __all__ = ["note_late_options", "require_script"]
 def note_late_options(context: typer.Context, arguments: Sequence[str]) -> None:
     """Warn of options of the command that stand after the script, which gets them.
 
-    An option that also stands before the script is not printed.
-
-    Args:
-        context: The command's call.
-        arguments: The arguments after the script.
-
-    Example:
-        >>> app = typer.Typer()
-        >>> @app.command(context_settings={"allow_interspersed_args": False})
-        ... def run(context: typer.Context, words: list[str], workers: int = 1) -> None:
-        ...     note_late_options(context, words[1:])
-        >>> from typer.testing import CliRunner
-        >>> result = CliRunner().invoke(app, ["train.py", "--workers", "2"])
-        >>> print(result.stderr)  # doctest: +ELLIPSIS
-        replicax run: after the script, --workers goes to the script. Write options...
+    `arguments` stand after the script. An option that also stands before the script is
+    not printed.
     """
     options = {
         option: parameter.name or ""
@@ -53,17 +40,7 @@ def _is_on_command_line(context: typer.Context, parameter: str) -> bool:
 
 
 def require_script(path: str) -> None:
-    """Raise unless the script exists.
-
-    Raises:
-        BadParameter: If there is no file at `path`.
-
-    Example:
-        >>> require_script("no-such-file.py")  # doctest: +IGNORE_EXCEPTION_DETAIL
-        Traceback (most recent call last):
-        ...
-        BadParameter: There is no script 'no-such-file.py'. ...
-    """
+    """Raise a `BadParameter` unless the script exists."""
     if Path(path).is_file():
         return
     raise typer.BadParameter(

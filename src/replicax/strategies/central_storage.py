@@ -125,7 +125,10 @@ class _ParameterDevice(ReplicaHome):
         is_new = program.is_new
         if program.at_home is None:
             program.at_home = list(map(self._compiled, program.deferred_updates))
-        self._wait_for_the_step_before_the_last()
+        # Back-pressure: JAX allocates memory for copies at the call. A host far ahead
+        # would fill a device with the copies of later steps.
+        while len(self._running) > 1:
+            self._running.popleft().block_until_ready()
         inputs = self._copies.of([stored[id(v)] for v in program.inputs])
         out, gradients, new = program(inputs, arrays)
         at_home = jax.device_put(new, self._sharding)
@@ -154,12 +157,6 @@ class _ParameterDevice(ReplicaHome):
             after = compiled(before, jax.device_put(gradients, self._sharding))
             stored |= zip(map(id, update.changed), after, strict=True)
             yield from after
-
-    def _wait_for_the_step_before_the_last(self) -> None:
-        # Back-pressure: JAX allocates memory for copies at the call. A host far ahead
-        # would fill a device with the copies of later steps.
-        while len(self._running) > 1:
-            self._running.popleft().block_until_ready()
 
     def _compiled(self, update: Update) -> Wrapped:
         """An update as a function that donates the old values; raises its errors."""

@@ -14,6 +14,10 @@ from replicax._util.files import caches_folder
 __all__ = ["turn_on"]
 
 _SWITCH = "REPLICAX_COMPILATION_CACHE"
+# Programs for some of a TPU's chips, without the first, crash libtpu on loading
+# (github.com/jax-ml/jax/issues/38004).
+_SAFE_PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
+_XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
 _XLA_CACHES_OF_JAX = "xla_gpu_per_fusion_autotune_cache_dir"
 _MAX_BYTES = 2 * 2**30
 _UNWRITABLE = "Error writing persistent .* Multiple temp buffer allocations"
@@ -34,7 +38,7 @@ def turn_on(platform: str) -> Path | None:
         folder_name = ""
     if is_off(_SWITCH) or _is_settled_by_user():
         return None
-    if not folder_name and not _is_safe(platform):
+    if not folder_name and platform not in _SAFE_PLATFORMS:
         return None
     # With GPUs, processes share the tuning of a program: a process that loads it from
     # disk leaves the others waiting for its share. With CPUs only process 0 writes.
@@ -43,7 +47,7 @@ def turn_on(platform: str) -> Path | None:
     try:
         base = Path(folder_name).expanduser().absolute()
         if not folder_name:
-            base = _default_folder()
+            base = caches_folder(os.environ) / "compiled"
         folder = base / _threads()
         # This process runs stored programs unchecked: no other user may write here.
         for path in (base, folder):
@@ -59,11 +63,11 @@ def turn_on(platform: str) -> Path | None:
         return None
     if (
         "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ
-        and _config("jax_persistent_cache_enable_xla_caches") == _XLA_CACHES_OF_JAX
+        and jax.config.values[_XLA_CACHES] == _XLA_CACHES_OF_JAX
     ):
         # XLA's own files there have no bound, and one that cannot be written fails the
         # compilation, where JAX only warns.
-        jax.config.update("jax_persistent_cache_enable_xla_caches", "")
+        jax.config.update(_XLA_CACHES, "")
     # XLA cannot write some large programs for CPUs. JAX warns about each, and compiles
     # it in each run, as it does without a cache.
     warnings.filterwarnings("ignore", _UNWRITABLE, UserWarning)
@@ -76,26 +80,9 @@ def _is_settled_by_user() -> bool:
     return (
         "JAX_ENABLE_COMPILATION_CACHE" in os.environ
         or "JAX_COMPILATION_CACHE_DIR" in os.environ
-        or _config("jax_compilation_cache_dir") is not None
-        or not _config("jax_enable_compilation_cache")
+        or jax.config.values["jax_compilation_cache_dir"] is not None
+        or not jax.config.values["jax_enable_compilation_cache"]
     )
-
-
-def _config(name: str) -> object:
-    return getattr(jax.config, name)  # JAX makes its options as it is loaded.
-
-
-def _is_safe(platform: str) -> bool:
-    """Whether JAX loads stored programs for `platform` without trouble.
-
-    Programs for some of a TPU's chips, without the first, crash libtpu on loading
-    (github.com/jax-ml/jax/issues/38004).
-    """
-    return platform in ("cpu", "gpu", "cuda", "rocm")
-
-
-def _default_folder() -> Path:
-    return caches_folder(os.environ) / "compiled"
 
 
 def _threads() -> str:

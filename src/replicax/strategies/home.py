@@ -24,11 +24,8 @@ class ReplicaHome(Home):
     """The home of variables on the replicas' devices, mirrored or sharded.
 
     Programs themselves update the variables. It is the base class of other homes.
-
-    Args:
-        group: The replicas.
-        place: Sharding of all variables; None: the group's layouts.
-        adopts: Whether a variable that was created outside the scope may be used.
+    `place` is the sharding of all variables; None: the group's layouts. With `adopts` a
+    variable that was created outside the scope may be used.
     """
 
     keeps_slots = True
@@ -104,7 +101,7 @@ class ReplicaHome(Home):
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Convert summed gradients for the maker of a deferred update."""
+        """Return the gradients that a deferred update gets, from the summed ones."""
         return grads
 
 

@@ -64,12 +64,7 @@ def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
     if layout_map is None:
         return lambda _, shape: largest_axis(shape, num_devices)
     matched = matched_rule(layout_map, {MODEL_AXIS: num_devices}, caller)
-
-    def by_path(path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        spec = matched(path, shape)
-        return PartitionSpec() if spec is None else spec
-
-    return by_path
+    return lambda path, shape: matched(path, shape) or PartitionSpec()
 
 
 def matched_rule(
@@ -86,7 +81,10 @@ def matched_rule(
             f"{caller}: layout_map must be a keras.distribution.LayoutMap or a dict of "
             f"regular expressions to tuples of axis names; got {layout_map!r}."
         )
-    entries = {pattern: _axes(layout_map[pattern]) for pattern in layout_map}
+    entries: dict[str, tuple[str | None, ...]] = {}
+    for pattern in layout_map:
+        layout: PyTree = layout_map[pattern]  # Keras may have made a `TensorLayout`.
+        entries[pattern] = tuple(getattr(layout, "axes", layout))
     for pattern, names in entries.items():
         unknown = sorted({str(n) for n in names if n is not None and n not in axes})
         if unknown:
@@ -135,8 +133,3 @@ def largest_axis(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:
     return PartitionSpec(
         *(MODEL_AXIS if dim == chosen else None for dim in range(len(shape)))
     )
-
-
-def _axes(layout: PyTree) -> tuple[str | None, ...]:
-    """Unwrap a layout's axis names from Keras' `TensorLayout`."""
-    return tuple(getattr(layout, "axes", layout))

@@ -83,15 +83,22 @@ class Strategy(DatasetMaker, OwnJit):
         """Make a strategy. Only subclasses call it; they document most arguments.
 
         `workers` are the processes of the devices, in the devices' order. `first_seed`
-        is how many replicas of other workers precede these, in the order that gives
-        every replica its own random numbers. With `updates_at_home` the home updates
+        is the number of other workers' replicas before these: the position of a replica
+        determines its random numbers. With `updates_at_home` the home updates
         variables after a program, not in it. `split` says how a replica's weights are
         sharded over several devices.
         """
         name = type(self).__name__
-        _check_options(
-            name, cross_device_ops, check_replicas_every, replicas_per_device
+        require_instance(
+            cross_device_ops,
+            CrossDeviceOps,
+            f"{name}: cross_device_ops",
+            "rx.HierarchicalCopyAllReduce()",
         )
+        if check_replicas_every is not None:
+            what = f"{name}: check_replicas_every"
+            require_count(check_replicas_every, what, 1, otherwise=" or None")
+        require_count(replicas_per_device, f"{name}: replicas_per_device", 1)
         require_instance(
             communication_options,
             CommunicationOptions,
@@ -380,22 +387,3 @@ class Strategy(DatasetMaker, OwnJit):
         self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
     ) -> None:
         """Compare a program between workers, before its first run."""
-
-
-def _check_options(
-    name: str,
-    cross_device_ops: object,
-    check_replicas_every: int | None,
-    replicas_per_device: int,
-) -> None:
-    """Validate arguments of the strategy class `name`."""
-    require_instance(
-        cross_device_ops,
-        CrossDeviceOps,
-        f"{name}: cross_device_ops",
-        "rx.HierarchicalCopyAllReduce()",
-    )
-    if check_replicas_every is not None:
-        what = f"{name}: check_replicas_every"
-        require_count(check_replicas_every, what, 1, otherwise=" or None")
-    require_count(replicas_per_device, f"{name}: replicas_per_device", 1)
