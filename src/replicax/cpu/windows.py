@@ -14,23 +14,16 @@ __all__ = ["Phase", "Window", "phases", "trimmed", "widened", "windows_of"]
 class Window:
     """One spatial dimension: output `p` reads `p * stride + tap * dilation - low`.
 
-    Attributes:
-        size: Number of elements of the input.
-        taps: Number of elements of the kernel.
-        stride: Distance of two outputs in the input.
-        low: Number of zeros before the input; negative: elements that are cut off.
-        high: Number of zeros after the input; negative: elements that are cut off.
-        input_dilation: Distance of the input's elements, with zeros between.
-        dilation: Distance of the kernel's elements.
+    A negative `low` or `high` is the number of elements that are cut off.
     """
 
-    size: int
-    taps: int
-    stride: int = 1
-    low: int = 0
-    high: int = 0
-    input_dilation: int = 1
-    dilation: int = 1
+    size: int  # Number of elements of the input.
+    taps: int  # Number of elements of the kernel.
+    stride: int = 1  # Distance of two outputs in the input.
+    low: int = 0  # Number of zeros before the input.
+    high: int = 0  # Number of zeros after the input.
+    input_dilation: int = 1  # Distance of the input's elements, with zeros between.
+    dilation: int = 1  # Distance of the kernel's elements.
 
     @property
     def padded(self) -> int:

@@ -74,11 +74,7 @@ _adapter_of_keras: Callable[..., DataAdapterLike] = get_data_adapter
 
 
 class _GrainAdapter(GrainDatasetAdapter):
-    """Reads a Grain dataset, in another order in each iteration.
-
-    Attributes:
-        iteration: The number of the next iteration.
-    """
+    """Reads a Grain dataset, in another order in each iteration."""
 
     def __init__(self, dataset: PyTree, first_iteration: int) -> None:
         super().__init__(dataset)
@@ -96,10 +92,8 @@ class _GrainAdapter(GrainDatasetAdapter):
 class DistributedAdapter:
     """A reader of a distributed dataset.
 
-    Attributes:
-        iteration: The number of the next iteration; None if all iterations have
-            the same order.
-        is_local: Whether a batch holds this worker's rows only.
+    `iteration` is the number of the next iteration; None if all iterations have the
+    same order. If it `is_local`, a batch holds this worker's rows only.
     """
 
     def __init__(
@@ -150,15 +144,10 @@ def fixed_number_of_batches(adapter: DataAdapterLike) -> int | None:
 
 @dataclasses.dataclass(slots=True)  # Not frozen: that takes twice the time.
 class LazyBatch:
-    """A batch of arrays in memory, which is sliced when it is used.
+    """A batch of arrays in memory, which is sliced when it is used."""
 
-    Attributes:
-        cut: Returns the batch of some rows, as Keras would slice it.
-        indices: The rows: an array `[B]` or a slice.
-    """
-
-    cut: Callable[[PyTree], PyTree]
-    indices: PyTree
+    cut: Callable[[PyTree], PyTree]  # Returns the batch of some rows, as Keras would.
+    indices: PyTree  # The rows: an array `[B]` or a slice.
 
     def __len__(self) -> int:
         if isinstance(self.indices, slice):

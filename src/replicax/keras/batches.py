@@ -35,14 +35,10 @@ class PlacedBatch(FlatCall):
     Its arrays are the batch's leaves, `[B, ...]` or `[steps, B, ...]`, which are split
     over the replicas along `B`. If only some replicas get examples, the others hold
     copies, and `B` includes the copies.
-
-    Attributes:
-        num_rows: Examples in one batch, without copies.
-        num_steps: Number of batches; None: one, without the leading dimension.
     """
 
-    num_rows: int
-    num_steps: int | None
+    num_rows: int  # Examples in one batch, without copies.
+    num_steps: int | None  # None: one batch, without the leading dimension.
 
 
 class BatchIterator:
@@ -51,14 +47,10 @@ class BatchIterator:
     On accelerators a thread places them, as slicing and copying a batch takes as long
     as some steps (measured: 8 to 12 ms for 38 MB of images).
 
-    Args:
-        batches: Keras' batches, `(x, y, sample_weight)` of host arrays.
-        group: The replicas.
-        steps_per_execution: Number of batches to place together.
-        local: Whether the batches hold the rows of this process only.
-        ahead: Whether to prefetch batches on accelerators.
-        reused: Whether the source may overwrite a batch's arrays with the next batch.
-        recorder: Records the time that batches take; or None.
+    `batches` are Keras' `(x, y, sample_weight)` of host arrays; with `local` they hold
+    the rows of this process only. `steps_per_execution` batches are placed together.
+    `ahead` prefetches batches on accelerators. With `reused` the source may overwrite a
+    batch's arrays with the next batch.
     """
 
     def __init__(

@@ -50,52 +50,32 @@ _logger = logging.getLogger("replicax")
 class Position:
     """The position of a run of `fit`.
 
-    Attributes:
-        epoch: The epoch.
-        step: Batches done in it.
-        epoch_began: The random state before the epoch.
-        data_began: The random state before the first batch of this iteration over the
-            data, which may last several epochs; None: the next epoch begins a new one.
-        ends_before: Calls of the data's `on_epoch_end` before this iteration.
-        ends: Calls of the data's `on_epoch_end` until now.
-        consumed: Batches trained on in this iteration.
-        drawn: Batches drawn from the data in this iteration, with prefetched ones.
-        iteration: The number of this iteration, or of the next one if none is open;
-            None: the data does not count them.
-        now: The random state.
-        num_batches: The length of the data, if an epoch has ended.
+    An iteration over the data may last several epochs. `data_began` is the random state
+    before its first batch; None: the next epoch begins a new one. `iteration` is its
+    number, or that of the next one if none is open; None: the data does not count them.
     """
 
     epoch: int
-    step: int
+    step: int  # Batches done in the epoch.
     epoch_began: RandomState
     data_began: RandomState | None
-    ends_before: int
-    ends: int
-    consumed: int
-    drawn: int
+    ends_before: int  # Calls of the data's `on_epoch_end` before this iteration.
+    ends: int  # Calls of the data's `on_epoch_end` until now.
+    consumed: int  # Batches trained on in this iteration.
+    drawn: int  # Batches drawn in this iteration, with prefetched ones.
     now: RandomState
-    num_batches: int | None
+    num_batches: int | None  # The length of the data, if an epoch has ended.
     iteration: int | None = None
 
 
 class Epochs:
     """The data of one call, as executions of one or several batches on the devices.
 
-    Args:
-        adapter: Keras' adapter of the data.
-        strategy: The strategy of the model.
-        group: The replicas that get the batches.
-        steps_per_epoch: Steps of an epoch; the next epoch continues in the data where
-            the last one ended. None: an epoch ends with the data.
-        steps_per_execution: Batches of one execution.
-        only_inputs: Whether to drop targets and weights.
-
-    Attributes:
-        length: Number of batches of the data, where it is known.
-        recorder: Records the time that batches take; or None.
-        consumed: Batches used by steps in this iteration over the data.
-        ends: Calls of the data's `on_epoch_end`.
+    With `steps_per_epoch` the next epoch continues in the data where the last one
+    ended; otherwise an epoch ends with the data. `only_inputs` drops targets and
+    weights. `length` is the data's number of batches, where it is known. `consumed`
+    counts the batches used by steps in this iteration over the data, `ends` the calls
+    of the data's `on_epoch_end`.
     """
 
     def __init__(

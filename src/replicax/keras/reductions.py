@@ -157,11 +157,8 @@ def global_results(
 ) -> Generator[list[PyTree]]:
     """While open, `result` of a metric in a replica function covers all replicas.
 
-    Args:
-        metrics: The metrics; one may contain others, as the compiled metrics do.
-
-    Yields:
-        A list that grows with each result; a dictionary is followed by its values.
+    A metric may contain others, as the compiled metrics do. Yields a list that grows
+    with each result; a dictionary is followed by its values.
     """
     outer_metrics: list[keras.metrics.Metric] = []
     results: list[PyTree] = []

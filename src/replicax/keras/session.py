@@ -33,17 +33,9 @@ _NAME = "_replicax_fit"
 class FitSession(ExitStack):
     """One call of `fit`. Contexts that callbacks enter here exit when `fit` ends.
 
-    Args:
-        strategy: The model's strategy, or the default one.
-        first_epoch: `initial_epoch` of `fit`.
-
-    Attributes:
-        initial_epoch: The epoch of a restored backup, where training begins; or None.
-        epochs: The training data; None until `fit` has read them.
-        validation: The validation data; None until they are used.
-        work: The work queue of parameter servers; None without them.
-        recorder: Records the time of each part of a step; or None.
-        is_built: Whether the model has all its variables.
+    `first_epoch` is an argument of `fit`, `initial_epoch` the epoch of a restored
+    backup. `epochs` and `validation` have the data, once they are used. `work` is the
+    work queue of parameter servers. If `is_built`, the model has all its variables.
     """
 
     def __init__(self, strategy: StrategyLike, first_epoch: int) -> None:

@@ -256,8 +256,7 @@ def _of_other_optimizers(model: keras.Model) -> list[PyTree]:
 class Steps:
     """One of a model's step methods, run on the replicas.
 
-    Attributes:
-        programs: Its compiled programs, one for each kind of batch.
+    `programs` has its compiled programs, one for each kind of batch.
     """
 
     def __init__(self, model: keras.Model, strategy: StrategyLike, kind: str) -> None:
