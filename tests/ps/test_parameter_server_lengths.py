@@ -31,5 +31,5 @@ def test_another_number_of_batches_than_the_chiefs():
     # The other worker ends, which the chief goes on without.
     assert results["worker:0"].value is None
     error = results["worker:1"].value
-    assert "an epoch of fit 1 has 6 batches, and the chief's 8 batches" in error
+    assert "an epoch of fit 1 has 6 batches, and the chief's has 8" in error
     assert "Pass the same data" in error

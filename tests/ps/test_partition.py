@@ -95,14 +95,14 @@ def test_constraints_and_optimizers_keep_variables_whole(caplog) -> None:
         "v[2:4]",
     ]
     assert caplog.messages == [
-        "group 'g': variables with a constraint are not split: a constraint needs the "
-        "whole variable. Kept whole: c"
+        "group 'g': variables that the optimizer or a constraint needs whole are not "
+        "split: c"
     ]
     caplog.clear()
     group = place("g", ADD, infos, 2, FixedShardsPartitioner(2), can_split=False)
     assert [p.name for p in group.shards] == ["w", "c", "v"]
     assert len(caplog.messages) == 1
-    assert "its optimizer needs whole variables. Kept whole: w, c, v" in caplog.text
+    assert "not split: w, c, v" in caplog.text
     caplog.clear()
     place("g", ADD, infos, 2, can_split=False)
     assert not caplog.messages

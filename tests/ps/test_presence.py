@@ -31,21 +31,6 @@ def test_a_silent_worker_is_dead_and_returns_with_its_next_sign():
     assert presence.alive() == [CHIEF, OTHER]
 
 
-def test_a_new_session_replaces_the_old_one_for_good():
-    presence = present()
-    assert presence.join(OTHER, "old", 0.0) is False
-    assert presence.join(OTHER, "old", 1.0) is False  # A repeated call.
-    assert presence.workers[OTHER].starts == 1
-    assert presence.join(OTHER, "new", 2.0) is True
-    assert presence.workers[OTHER].starts == 2
-    for call in (presence.record_heartbeat, lambda w, s, t: presence.join(w, s, t)):
-        with pytest.raises(RequestError, match="'old' was replaced by session 'new'"):
-            call(OTHER, "old", 3.0)
-    with pytest.raises(RequestError, match="must stop"):
-        presence.leave(OTHER, "old", True, None, 3.0)
-    assert presence.alive() == [OTHER]
-
-
 def test_who_has_not_joined_or_has_left_is_refused():
     presence = present()
     with pytest.raises(RequestError, match=r"no worker 'worker:7'.*:0 and w"):

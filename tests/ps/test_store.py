@@ -115,7 +115,7 @@ def test_create_again_keeps_values_and_another_group_is_refused() -> None:
     store.create(group, {"float32": np.full(8, 9, np.float32)})
     assert values(store) == [1.0] * 8
     other = place("weights", sgd(), [INFO], 1)
-    with pytest.raises(RequestError, match=r"'weights'.*its rule: config"):
+    with pytest.raises(RequestError, match=r"'weights'.*its config: "):
         store.create(other, {"float32": np.zeros(8, np.float32)})
     longer = place("weights", ADD, [INFO, INFO], 1)
     with pytest.raises(RequestError, match=r"its shards: 1 and 2"):

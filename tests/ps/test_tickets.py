@@ -24,30 +24,6 @@ def reloaded(tickets):
     return msgspec.convert(saved, StepTickets, str_keys=True)
 
 
-def test_steps_are_given_once_and_in_order():
-    tickets = StepTickets(length=5, next=1)
-    assert tickets.claim(A, 2) == [1, 2]
-    assert tickets.claim(B, 9) == [3, 4]
-    assert tickets.is_over
-    assert tickets.finish(A, [2, 1]) == []
-    assert tickets.finish(A, [1, 3]) == [1, 3]  # Finished before; not its own.
-    assert tickets.finish(B, [3, 4]) == []
-    assert (tickets.is_over, tickets.held) == (True, {})
-    assert tickets.finished == 4
-
-
-def test_steps_of_a_dead_worker_are_lost():
-    tickets = StepTickets(length=3)
-    tickets.claim(A, 2)
-    assert tickets.release(A) == 2
-    assert tickets.finish(B, [0]) == [0]
-    assert tickets.finish(A, [0]) == []  # It was only silent.
-    assert tickets.claim(B, 2) == [2]
-    tickets.finish(B, [2])
-    assert (tickets.is_over, tickets.held) == (True, {})
-    assert (tickets.lost, tickets.finished) == ({1: A}, 2)
-
-
 def test_steps_that_a_worker_gives_up_are_lost():
     tickets = StepTickets(length=5)
     assert tickets.claim(A, 3) == [0, 1, 2]
@@ -89,27 +65,6 @@ def test_staleness_zero_gives_one_step_at_a_time():
     assert "step 0 of worker:0 was overtaken by 0" in reason
     tickets.finish(A, [0])
     assert tickets.claim(B, 1) == [1]
-
-
-def test_a_slow_worker_holds_the_others_back():
-    tickets = StepTickets(length=None, max_staleness=2)
-    assert tickets.claim(A, 1) == [0]
-    for step in (1, 2):
-        assert tickets.claim(B, 1) == [step]
-        tickets.finish(B, [step])
-    assert isinstance(tickets.claim(B, 1), str)
-    tickets.release(A)  # Who is dead holds nobody back.
-    assert tickets.claim(B, 1) == [3]
-
-
-def test_the_slowest_worker_counts_and_not_the_one_that_came_last():
-    tickets = StepTickets(length=None, max_staleness=2)
-    assert tickets.claim(A, 1) == [0]
-    assert tickets.claim(B, 1) == [1]
-    tickets.finish(B, [1])
-    assert tickets.claim(B, 1) == [2]
-    # Step 0 was overtaken by 1, and may be by 2; 3 would be the third.
-    assert isinstance(tickets.claim(C, 1), str)
 
 
 class AnyOrderOfSteps(RuleBasedStateMachine):

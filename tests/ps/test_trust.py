@@ -205,7 +205,9 @@ def test_a_claimed_frame_of_two_gigabytes_takes_no_memory(server):
         with pytest.raises(wire.flight().FlightServerError, match="536870912"):
             writer.close()
     assert server.resident_megabytes() - before < 50
-    server.log_has(r"Refused a message from 127\.0\.0\.1:\d+: .*536870912 elements")
+    server.log_has(
+        r"Refused a message from ipv4:127\.0\.0\.1:\d+: .*536870912 elements"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -214,8 +214,8 @@ class Board:
         for method in ("claim", "take"):
             if method in answers:
                 answers[method] = answers[method][0], _REVOKED
-        if given_up := self._streams.release(worker):
-            _logger.warning("%s is gone; %d steps of fit are lost.", worker, given_up)
+        if num_lost := self._streams.release(worker):
+            _logger.warning("%s is gone; %d steps of fit are lost.", worker, num_lost)
             for stream in self._streams.newest.values():
                 self._log_stream(stream.name, worker)
         self._closures.release(worker, died=died)
@@ -334,7 +334,7 @@ class Board:
     ANSWERS: ClassVar[dict[str, Any]] = _ANSWERS
     """The methods that clients may call, with the types of their answers."""
 
-    # What the server itself calls.
+    # For the server itself.
 
     def state(self) -> JSONObject:
         """The state as JSON values, for a snapshot."""

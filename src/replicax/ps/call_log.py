@@ -48,10 +48,6 @@ def is_repeated(number: int, last: int, what: str) -> bool:
     Raises:
         RequestError: If the number is lower: a later call was answered already. `what`
             names the call.
-
-    Example:
-        >>> is_repeated(3, last=3, what="a push"), is_repeated(4, last=3, what="a push")
-        (True, False)
     """
     if number < last:
         message = (
@@ -68,15 +64,6 @@ class WriteAheadLog:
 
     Args:
         path: The file. Existing entries are read into `newest`.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "wal"
-        >>> wal = WriteAheadLog(path)
-        >>> wal.append(["updates", "group 'g'"], 7)
-        >>> wal.append(["updates", "group 'g'"], 8)
-        >>> WriteAheadLog(path).newest
-        {('updates', "group 'g'"): 8}
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,13 +153,6 @@ class Sessions:
 
     Only the newest session of a worker may join, call and push. Server 0 shares its
     registry between the board and the store.
-
-    Example:
-        >>> sessions = Sessions()
-        >>> for session in ("a", "b"):
-        ...     sessions.admit("worker:0", session)
-        >>> sessions.has_ended("a"), sessions.has_ended("b")
-        (True, False)
     """
 
     def __init__(self, append: Append = append_nowhere) -> None:
@@ -184,8 +164,8 @@ class Sessions:
     def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
         """Make a new session the worker's newest; refuse a replaced session.
 
-        The new session also replaces the sessions in `before`, of which this server may
-        not have heard.
+        The new session also replaces the sessions in `before`, which this server may
+        not know. Closures that a replaced chief has scheduled become invalid.
         """
         with self._lock:
             self.refuse_ended(worker, session)

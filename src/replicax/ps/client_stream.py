@@ -4,6 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from replicax._util.watchdog import Watchdog
 from replicax.ps import wire
 from replicax.ps.message_stream import MessageStream
 from replicax.ps.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from pyarrow import flight
 
 __all__ = ["ClientStream", "lost_errors"]
 
@@ -38,16 +42,18 @@ class ClientStream:
             ping=functools.partial(ping, self),
             idle_seconds=idle_seconds,
         )
-        self.client: wire.FlightClient | None = None
+        self.client: flight.FlightClient | None = None
         self.num_lost = 0
-        self.bytes_sent = 0
-        self.bytes_received = 0
+        self.num_bytes = 0  # Sent and received.
         self.exchange_s = 0.0
         self._messages: MessageStream | None = None
         self._memory: SharedMemory | None = None
 
     def open(
-        self, client: wire.FlightClient, options: object, memory: SharedMemory | None
+        self,
+        client: "flight.FlightClient",
+        options: object,
+        memory: SharedMemory | None,
     ) -> None:
         """Open a Flight stream; offer the server to share `memory`."""
         offer = b"" if memory is None else memory.offer
@@ -65,7 +71,7 @@ class ClientStream:
         """Send a message, and receive its answer."""
         messages = self._messages
         assert messages is not None
-        self.bytes_sent += messages.send(header, vectors, progress)
+        self.num_bytes += messages.send(header, vectors, progress)
         answer = messages.receive_header()
         if answer is None:
             raise ConnectionResetError("the server ended the stream")
@@ -73,7 +79,7 @@ class ClientStream:
         announcement = wire.announced(answer, None)
         del answer["vectors"]
         results = messages.receive_vectors(announcement, progress)
-        self.bytes_received += sum(vector.nbytes for vector in results.values())
+        self.num_bytes += sum(vector.nbytes for vector in results.values())
         return answer, results
 
     def cancel(self) -> None:

@@ -89,7 +89,7 @@ class ClosureOwner:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self.unknown: dict[str, tuple[RemoteValue, list[RemoteValue]]] = {}
         self._to_forget: list[str] = []
         self._failed: dict[str, str] | None = None  # The last closure's error.
@@ -116,10 +116,6 @@ class ClosureOwner:
         ]
         require_size(call, "the arguments of a closure")
         return call, needs
-
-    def new_id(self) -> str:
-        """Return the id of the next closure."""
-        return f"{self._session.id} {next(self._numbers)}"
 
     def add(self, result: RemoteValue, needs: list[RemoteValue]) -> None:
         """Track a closure that was scheduled."""

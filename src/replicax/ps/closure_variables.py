@@ -228,7 +228,6 @@ class GroupRequests:
             number += 1
 
     def _adopt_until(self, number: int) -> None:
-
         def poll() -> bool | None:
             self.adopt()
             return self._next > number or None

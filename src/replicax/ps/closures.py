@@ -218,7 +218,7 @@ class Closures(msgspec.Struct, kw_only=True):
             if died:
                 closure.died_with.append(worker)
             if len(closure.died_with) > self.max_retries:
-                self._fail(closure, _given_up(closure))
+                self._fail(closure, _error_of_deaths(closure))
             elif closure.generation < self.generation:
                 self._set_outcome(closure, Outcome("cancelled"))
             else:
@@ -287,7 +287,7 @@ class Closures(msgspec.Struct, kw_only=True):
         return Pending(len(self.queue), dict(self.running))
 
 
-def _given_up(closure: _Closure) -> dict[str, str]:
+def _error_of_deaths(closure: _Closure) -> dict[str, str]:
     """The error of a closure that failed because its workers died."""
     return {
         "type": "ClusterError",

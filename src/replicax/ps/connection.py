@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ from replicax.ps.client_stream import ClientStream, lost_errors
 from replicax.ps.credentials import Credentials
 from replicax.ps.messages import Message, Vectors
 from replicax.ps.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from pyarrow import flight
 
 __all__ = [
     "ROWS",
@@ -115,20 +118,15 @@ class Connection:
         self.incarnation = ""
         wire.flight()  # Raises here if pyarrow is not installed.
         self._client_lock = threading.Lock()
-        self._client: wire.FlightClient | None = None
+        self._client: flight.FlightClient | None = None
         self._closed = threading.Event()
         self._opening = threading.Lock()
         self._streams: dict[str, ClientStream] = {}
 
     @property
-    def bytes_sent(self) -> int:
-        """Bytes of the messages sent so far."""
-        return sum(stream.bytes_sent for stream in list(self._streams.values()))
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of the vectors received so far."""
-        return sum(stream.bytes_received for stream in list(self._streams.values()))
+    def num_bytes(self) -> int:
+        """Bytes of messages sent and of vectors received so far."""
+        return sum(stream.num_bytes for stream in list(self._streams.values()))
 
     @property
     def exchange_s(self) -> float:
@@ -309,7 +307,7 @@ class Connection:
             write_options=wire.write_options(),
         )
 
-    def _connected(self) -> wire.FlightClient:
+    def _connected(self) -> "flight.FlightClient":
         """Return the channel; without one, connect and check token and versions."""
         with self._client_lock:
             if self._client is not None:
@@ -341,7 +339,7 @@ class Connection:
             return self._credentials.mismatch(caller, self._name)
         return None
 
-    def _drop_client(self, client: wire.FlightClient | None) -> None:
+    def _drop_client(self, client: "flight.FlightClient | None") -> None:
         """Discard the channel: gRPC's back-off before reconnecting is too long."""
         with self._client_lock:
             if client is self._client:
@@ -397,7 +395,7 @@ class Connection:
 
 
 def _act(
-    client: wire.FlightClient, name: str, body: bytes, options: object
+    client: "flight.FlightClient", name: str, body: bytes, options: object
 ) -> JSONObject:
     results = list(client.do_action((name, body), options))
     if len(results) != 1:

@@ -139,7 +139,8 @@ class ClusterCoordinator:
             return RemoteValue(self.fetch)
         self.strategy.servers.publish()
         call, needs = self._owner.pack(args or (), kwargs or {})
-        result = RemoteValue(self.fetch, self._owner.new_id())
+        id = f"{self._session.id} {next(self._owner.numbers)}"
+        result = RemoteValue(self.fetch, id)
         payload = {"call": call, "passed": self._script_sync.passed}
         ids = [need.id for need in needs]
 

@@ -29,12 +29,7 @@ _HOW = (
 
 
 def new_token() -> str:
-    """A new token for a cluster: 256 random bits as 43 characters.
-
-    Example:
-        >>> len(new_token())
-        43
-    """
+    """A new token for a cluster: 256 random bits as 43 characters."""
     return secrets.token_urlsafe(32)
 
 

@@ -117,13 +117,11 @@ def _copies(state: list[jax.Array]) -> list[jax.Array]:
 
 def _difference(one: VariableGroup, other: VariableGroup) -> str:
     """Describe the first difference between two groups."""
-    if one.rule != other.rule:
-        keys = sorted(one.rule.keys() | other.rule.keys())
-        key = next(k for k in keys if one.rule.get(k) != other.rule.get(k))
-        return f"its rule: {key} is {one.rule.get(key)!r} and {other.rule.get(key)!r}"
-    if len(one.shards) != len(other.shards):
+    for key in sorted(one.rule.keys() | other.rule.keys()):
+        if one.rule.get(key) != other.rule.get(key):
+            return f"its {key}: {one.rule.get(key)!r} and {other.rule.get(key)!r}"
+    pairs = zip(one.shards, other.shards, strict=False)
+    shards = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    if shards is None:
         return f"its shards: {len(one.shards)} and {len(other.shards)}"
-    for a, b in zip(one.shards, other.shards, strict=True):
-        if a != b:
-            return f"shard {a.name!r}: {a} and {b}"
-    return "nothing but the order of its values"
+    return f"shard {shards[0].name!r}: {shards[0]} and {shards[1]}"

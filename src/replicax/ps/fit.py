@@ -259,9 +259,9 @@ class WorkQueueFit:
         if limit != chief["length"]:
             raise ClusterMismatchError(
                 f"{self._session.name}: an epoch of {self._name} has "
-                f"{_batches_of(limit)}, and the chief's "
-                f"{_batches_of(chief['length'])}. Pass the same data, batch size and "
-                "steps_per_epoch in all tasks."
+                f"{limit or 'an unknown number of'} batches, and the chief's has "
+                f"{chief['length'] or 'an unknown number'}. Pass the same data, batch "
+                "size and steps_per_epoch in all tasks."
             )
         # All workers must shuffle in the same order.
         random_state.restore(json_codec.decode(chief["random"]))
@@ -310,10 +310,6 @@ class WorkQueueFit:
                 return
             self._leases.last_index = step
             yield batch
-
-
-def _batches_of(length: int | None) -> str:
-    return "batches of an unknown number" if length is None else f"{length} batches"
 
 
 def _total(metric: keras.Variable, values: Sequence[np.ndarray]) -> np.ndarray:

@@ -17,8 +17,6 @@ from replicax._util.types import JSONObject
 from replicax.ps.shared_memory import SharedMemory
 from replicax.ps.wire import (
     HEADER_BYTES,
-    MessageReader,
-    MessageWriter,
     WireError,
     read_json,
     write_options,
@@ -26,6 +24,7 @@ from replicax.ps.wire import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow import flight
 
 __all__ = ["CHUNK_BYTES", "MessageStream"]
 
@@ -56,8 +55,8 @@ class MessageStream:
 
     def __init__(
         self,
-        reader: MessageReader,
-        writer: MessageWriter,
+        reader: "flight.MetadataRecordBatchReader",
+        writer: "flight.MetadataRecordBatchWriter",
         memory: SharedMemory | None = None,
     ) -> None:
         self.reader = reader
@@ -201,7 +200,7 @@ def _record_batch(chunk: np.ndarray) -> "pa.RecordBatch":
 
 
 def _receive_vector(
-    reader: MessageReader,
+    reader: "flight.MetadataRecordBatchReader",
     name: str,
     dtype: np.dtype,
     length: int,
@@ -224,7 +223,9 @@ def _receive_vector(
     return result
 
 
-def _piece(reader: MessageReader, name: str, missing: int) -> np.ndarray:
+def _piece(
+    reader: "flight.MetadataRecordBatchReader", name: str, missing: int
+) -> np.ndarray:
     """The bytes of the next record batch."""
     try:
         chunk = reader.read_chunk()

@@ -7,21 +7,8 @@ among its own descriptors, and shuts them down.
 import contextlib
 import os
 import socket
-from urllib.parse import unquote
 
-__all__ = ["disconnect", "peer_name"]
-
-
-def peer_name(text: str) -> str:
-    """Extract the address from the name that gRPC gives a peer.
-
-    Example:
-        >>> peer_name("ipv4:192.0.2.7:50062"), peer_name("ipv6:%5B::1%5D:50062")
-        ('192.0.2.7:50062', '[::1]:50062')
-    """
-    host, _, port = unquote(text).partition(":")[2].rpartition(":")
-    host = host.strip("[]").partition("%")[0].removeprefix("::ffff:")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+__all__ = ["disconnect"]
 
 
 def disconnect(port: int) -> None:

@@ -300,7 +300,20 @@ def place(
     """
     _require_positive("place", num_servers=num_servers)
     cuts = [_cuts(variable, partitioner) for variable in variables]
-    _keep_whole(name, variables, cuts, can_split and can_spread)
+    whole = [
+        i
+        for i, variable in enumerate(variables)
+        if len(cuts[i]) > 1
+        and not (can_split and can_spread and variable.constraint is None)
+    ]
+    for i in whole:
+        cuts[i] = [None]
+    if whole:
+        _logger.warning(
+            "group %r: variables that the optimizer or a constraint needs whole are "
+            "not split: %s",
+            *(name, ", ".join(variables[i].path for i in whole)),
+        )
     if num_servers > 1 and not can_spread:
         reason = "its optimizer needs all gradients at once"
         _logger.warning("group %r: one server holds all variables: %s.", name, reason)
@@ -346,29 +359,6 @@ def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows
     base, extra = divmod(rows, number)
     starts = [i * base + min(i, extra) for i in range(number + 1)]
     return list(itertools.pairwise(starts))
-
-
-def _keep_whole(
-    name: str,
-    variables: Sequence[VariableInfo],
-    cuts: list[list[_Rows]],
-    can_split: bool,
-) -> None:
-    """Drop the cuts of variables that must stay whole, with a warning."""
-    which, why = "variables", "its optimizer needs whole variables"
-    if can_split:
-        which = "variables with a constraint"
-        why = "a constraint needs the whole variable"
-    whole: list[str] = []
-    for i, variable in enumerate(variables):
-        if len(cuts[i]) > 1 and not (can_split and variable.constraint is None):
-            whole.append(variable.path)
-            cuts[i] = [None]
-    if whole:
-        _logger.warning(
-            "group %r: %s are not split: %s. Kept whole: %s",
-            *(name, which, why, ", ".join(whole)),
-        )
 
 
 def _is_count(number: Any) -> bool:

@@ -212,7 +212,6 @@ class RemoteGroup:
             0,
             self.session.closure_push(self.name),
         )
-
         seen = dict(self._seen)
 
         def exchange(server: int, connection: Connection) -> tuple[Pushed, Vectors]:
@@ -241,7 +240,6 @@ class RemoteGroup:
         """Cache the values in servers' answers; return whether there were any."""
         changed = False
         for server, (answer, vectors) in answers.items():
-            self._warn_of_restart(server, answer.incarnation)
             self._seen[server] = answer.seen
             self._steps[server] = answer.steps
             if vectors:
@@ -250,15 +248,6 @@ class RemoteGroup:
         if changed or not self.values:
             self.values = self._layout.on_devices(self._vectors)
         return changed
-
-    def _warn_of_restart(self, server: int, incarnation: str) -> None:
-        if server in self._seen and self._seen[server][0] != incarnation:
-            _logger.warning(
-                "ps:%d was restarted from a snapshot; at the end of the job its log "
-                "has the number of lost updates. The group is %s.",
-                server,
-                self.name,
-            )
 
 
 def key_of(name: str) -> str:

@@ -28,15 +28,6 @@ def fill_rows(
     """Initialize rows `first_row`, `first_row + stride`, … of a table.
 
     `seed` is the whole table's; `first_row` is less than `stride`.
-
-    Example:
-        >>> import numpy as np
-        >>> config = {"class_name": "RandomNormal", "config": {"stddev": 0.1}}
-        >>> whole, odd = np.empty((10, 2), "f4"), np.empty((5, 2), "f4")
-        >>> fill_rows(whole, config, seed=3)
-        >>> fill_rows(odd, config, seed=3, first_row=1, stride=2)
-        >>> bool((whole[1::2] == odd).all())
-        True
     """
     constant = _constant(initializer)
     if constant is not None:

@@ -14,7 +14,7 @@ import jax
 import keras
 import numpy as np
 
-from replicax._util.types import JSON, JSONObject
+from replicax._util.types import JSONObject
 from replicax.ps.optimizers import ELEMENTWISE, build_recording, deserialize
 
 __all__ = ["RowOptimizer", "differing_options"]
@@ -164,7 +164,6 @@ def _name_and_options(rule: JSONObject) -> tuple[str, JSONObject]:
             f"{', '.join(names)} of keras.optimizers."
         )
     options = dict(config["config"])
-    _check_rate(name, options["learning_rate"])
     if name == "AdamW" and options.get("weight_decay") is None:
         # None means no decay, but Keras needs a number.
         options["weight_decay"] = 0.0
@@ -186,14 +185,3 @@ def _refuse_options(name: str, options: JSONObject, *, whole_table: bool) -> Non
                 f"{name}({option}={options[option]!r}) cannot be used for rows "
                 f"on parameter servers: {why}."
             )
-
-
-def _check_rate(name: str, rate: JSON) -> None:
-    is_schedule = isinstance(rate, dict) and (
-        rate.get("module") == "keras.optimizers.schedules"
-    )
-    if not isinstance(rate, int | float) and not is_schedule:
-        raise ValueError(
-            f"{name}(learning_rate={rate!r}) cannot be used for rows on parameter "
-            "servers. Give a number or one of keras.optimizers.schedules."
-        )

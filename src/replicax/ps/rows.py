@@ -72,7 +72,7 @@ class RemoteTables:
         self._collected = defaultdict(list)
         self._error: Exception | None = None
 
-    # What layers call.
+    # For layers.
 
     def create(self, spec: TableSpec) -> None:
         """Create a table, unless it exists with the same sizes."""
@@ -121,7 +121,7 @@ class RemoteTables:
         with self._lock:
             self._error = self._error or error
 
-    # What the strategy calls.
+    # For the strategy.
 
     def connect(
         self, group: VariableGroup, variables: Sequence[keras.Variable]

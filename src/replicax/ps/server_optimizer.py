@@ -41,16 +41,6 @@ class ServerOptimizer:
 
     Raises `ValueError` for an unknown rule. `start` raises `ValueError` if the
     optimizer cannot be built or compiled for these shards.
-
-    Example:
-        >>> from replicax.ps.partition import VariableInfo, place
-        >>> w = VariableInfo(path="w", shape=(2,), dtype="float32")
-        >>> rule = ServerOptimizer(place("weights", {"kind": "add"}, [w], 1), 0)
-        >>> vectors, state = rule.start({"float32": np.array([1, 2], np.float32)})
-        >>> gradients = {"float32": np.array([1, 0], np.float32)}
-        >>> vectors, state = rule.apply(vectors, state, gradients)
-        >>> vectors["float32"].tolist()
-        [2.0, 2.0]
     """
 
     def __init__(self, group: VariableGroup, server: int) -> None:

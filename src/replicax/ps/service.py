@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,10 +31,12 @@ from replicax.ps.credentials import Credentials
 from replicax.ps.limits import RequestError
 from replicax.ps.message_stream import MessageStream
 from replicax.ps.messages import MESSAGES, Message
-from replicax.ps.open_connections import disconnect, peer_name
+from replicax.ps.open_connections import disconnect
 from replicax.ps.shared_memory import SharedMemory
 from replicax.ps.store import VariableStore
-from replicax.ps.wire import MessageReader, MessageWriter
+
+if TYPE_CHECKING:
+    from pyarrow import flight
 
 __all__ = ["Refused", "Service", "VersionMismatch"]
 
@@ -72,7 +74,7 @@ class Service:
         self._messages = MESSAGES | dict(messages or {})
         self._actions: dict[str, Callable[..., object]] = {
             "hello": self._hello,
-            "store.admit": store.admit,
+            "store.admit": store.sessions.admit,
             "store.status": store.status,
             "tables.set_rule": store.set_rule,
             "tables.set_learning_rate": store.set_learning_rate,
@@ -141,7 +143,7 @@ class Service:
             )
         self._flight_server = None
 
-    # What the Flight server calls.
+    # For the Flight server.
 
     def check(self, method: str, headers: Mapping[str, list[str]]) -> None:
         """Refuse a call without the token, before it is read."""
@@ -159,13 +161,16 @@ class Service:
         )
 
     def exchange(
-        self, caller: str, offer: bytes, reader: MessageReader, writer: MessageWriter
+        self,
+        peer: str,
+        offer: bytes,
+        reader: "flight.MetadataRecordBatchReader",
+        writer: "flight.MetadataRecordBatchWriter",
     ) -> None:
         """Answer the messages of a worker's stream until it ends.
 
         `offer` is the worker's offer of shared memory; empty if it makes none.
         """
-        peer = peer_name(caller)
         stream = MessageStream(reader, writer, SharedMemory.accept(offer))
         try:
             while not self._closing:
@@ -204,9 +209,8 @@ class Service:
                 self._busy -= 1
                 self._idle.notify_all()
 
-    def act(self, caller: str, name: str, body: bytes) -> bytes:
+    def act(self, peer: str, name: str, body: bytes) -> bytes:
         """Execute an action with the arguments in `body`; return its answer as JSON."""
-        peer = peer_name(caller)
         try:
             value = self._call(name, body)
             # gRPC reconnects silently; a new incarnation shows the client a restart.
@@ -260,19 +264,15 @@ class Service:
 
 
 def _flight_server(service: Service, location: str, credentials: Credentials) -> Any:
-    flight = wire.flight()
+    module: Any = wire.flight()
 
-    class TokenCheck(flight.ServerMiddlewareFactory):
+    class TokenCheck(module.ServerMiddlewareFactory):
         def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
             service.check(info.method.name, headers)
 
-    class Server(flight.FlightServerBase):
+    class Server(module.FlightServerBase):
         def do_exchange(
-            self,
-            context: Any,
-            descriptor: Any,
-            reader: MessageReader,
-            writer: MessageWriter,
+            self, context: Any, descriptor: Any, reader: Any, writer: Any
         ) -> None:
             offer = descriptor.command or b""
             service.exchange(context.peer(), offer, reader, writer)

@@ -193,7 +193,7 @@ class Session:
     @property
     def num_bytes(self) -> int:
         """Bytes sent and received so far."""
-        return sum(x.bytes_sent + x.bytes_received for x in self.connections)
+        return sum(connection.num_bytes for connection in self.connections)
 
     def closure_push(self, group: str) -> Closure | None:
         """Count a push to a group; return the running closure and the push's number."""

@@ -44,18 +44,6 @@ class SharedMemory:
 
     `offer` tells a server where the memory is; it is valid until `close`. `is_agreed`
     becomes true when this end knows that the other end maps the memory too.
-
-    Example:
-        >>> import sys
-        >>> if sys.platform == "linux":
-        ...     mine = SharedMemory.make()
-        ...     theirs = SharedMemory.accept(mine.offer)
-        ...     sent = np.arange(5, dtype=np.uint8)
-        ...     for array, place in mine.places([sent]):
-        ...         place[:] = array
-        ...     [(_, place)] = theirs.places([np.zeros(5, np.uint8)])
-        ...     assert place.tolist() == [0, 1, 2, 3, 4]
-        ...     mine.close()
     """
 
     def __init__(self, file: int, offer: bytes = b"") -> None:

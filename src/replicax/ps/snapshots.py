@@ -70,10 +70,10 @@ class Snapshots:
     """Writes a server's state to disk periodically, and restores it.
 
     After `start` a thread writes a snapshot after the first update, and then whenever
-    `every_updates` were applied, `every_seconds` have passed since the first update
-    that is not on disk, or more updates were lost. Without both options there is no
-    thread. Pushes go on meanwhile. The newest two snapshots are kept. `wal` is the
-    write-ahead log since the newest snapshot, `job` the id of the job, `""` if unknown.
+    `every_updates` were applied, or `every_seconds` have passed since the first update
+    that is not on disk. Without both options there is no thread. Pushes continue
+    meanwhile. The newest two snapshots are kept. `wal` is the write-ahead log since the
+    newest snapshot, `job` the id of the job, `""` if unknown.
     """
 
     def __init__(
@@ -104,7 +104,6 @@ class Snapshots:
         self._flushed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._written = 0  # `_progress` in the newest snapshot.
-        self._lost_written = 0  # Lost updates in the newest snapshot.
         self._failed = FailedWrites()
         self._source: VariableStore | None = None
         self._board_state: Callable[[], JSONObject] | None = None
@@ -116,7 +115,7 @@ class Snapshots:
     ) -> None:
         """Start the thread that writes snapshots of later changes."""
         self._source, self._board_state = store, board_state
-        self._written, self._lost_written = self._progress(store), store.num_lost
+        self._written = self._progress(store)
         if self._every_updates is None and self._every_seconds is None:
             return
         self._thread = threading.Thread(
@@ -228,7 +227,6 @@ class Snapshots:
                 not self._written
                 or (updates is not None and num_new >= updates)
                 or (seconds is not None and waited >= seconds)
-                or self._source.num_lost > self._lost_written
             )
             if is_due:
                 if not self._try_to_write(self._source):
@@ -240,7 +238,7 @@ class Snapshots:
         return store.num_changes if self._is_durable else store.num_updates
 
     def _try_to_write(self, store: VariableStore) -> bool:
-        progress, lost = self._progress(store), store.num_lost
+        progress = self._progress(store)
         board = None if self._board_state is None else self._board_state()
         state = store.state()
         try:
@@ -255,7 +253,6 @@ class Snapshots:
             )
             return False
         self._failed.end(f"snapshot {path}")
-        self._lost_written = lost
         with self._flushed:
             self._written = progress
             self._flushed.notify_all()

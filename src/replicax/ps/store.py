@@ -8,7 +8,7 @@ without the lock.
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -58,13 +58,6 @@ class VariableStore:
         self._tables: dict[str, Table] = {}
         self.sessions = Sessions(append)
         self.flush: Callable[[], None] = lambda: None
-
-    def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
-        """Admit a new process of a worker, and refuse its earlier sessions `before`.
-
-        A new chief also invalidates the closures of its earlier sessions.
-        """
-        self.sessions.admit(worker, session, before)
 
     # Groups of variables.
 
@@ -168,11 +161,6 @@ class VariableStore:
             sum(group.version for group in self._all(self._groups)),
             sum(table.version for table in self._all(self._tables)),
         )
-
-    @property
-    def num_lost(self) -> int:
-        """Updates that restarts have undone, of all groups and tables."""
-        return sum(group.lost for group in self._all_groups())
 
     def status(self) -> JSONObject:
         """Versions, counts of updates, and staleness, as JSON values.

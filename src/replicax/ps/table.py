@@ -38,15 +38,6 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Raises:
         TableError: For sizes below 1, another dtype than float32, or an initializer
             that needs the whole table.
-
-    Example:
-        >>> import keras
-        >>> initializer = keras.initializers.serialize(keras.initializers.Zeros())
-        >>> spec = TableSpec(
-        ...     name="words", num_rows=1000, dim=8, initializer=initializer, seed=0
-        ... )
-        >>> [spec.num_rows_on(server, num_servers=3) for server in range(3)]
-        [334, 333, 333]
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -97,20 +88,6 @@ class Table(Group):
 
     Memory: `dim * 4 * (1 + number of slots)` bytes for each row. Slots with the initial
     value zero occupy memory only for rows that were pushed.
-
-    Example:
-        >>> import numpy as np
-        >>> sgd = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
-        >>> spec = TableSpec(name="words", num_rows=1000, dim=2, seed=0,
-        ...                  initializer={"class_name": "Zeros"},
-        ...                  rule={"kind": "optimizer", "config": sgd})
-        >>> table = Table(spec)
-        >>> ids, gradients = np.array([7, 7]), np.ones((2, 2), "float32")
-        >>> sender = {"worker": "worker:0", "session": "a", "sequence": 1}
-        >>> table.push_rows(ids, gradients, **sender).applied
-        True
-        >>> table.rows(np.array([6, 7])).tolist()
-        [[0.0, 0.0], [-1.0, -1.0]]
     """
 
     def __init__(
@@ -285,15 +262,7 @@ class Table(Group):
 
 
 def check_ids(ids: np.ndarray, num_rows: int, owner: str) -> np.ndarray:
-    """Validate ids of rows; return `int64[n]`. Errors name the table, `owner`.
-
-    Example:
-        >>> import numpy as np
-        >>> check_ids(np.array([3, 12]), 10, "Table 'words'")
-        Traceback (most recent call last):
-            ...
-        replicax.ps.table.TableError: Table 'words': id 12 at position 1 is not one...
-    """
+    """Validate ids of rows; return `int64[n]`. Errors name the table, `owner`."""
     ids = np.asarray(ids)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise TableError(

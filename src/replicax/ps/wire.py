@@ -11,8 +11,8 @@ import functools
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ml_dtypes
 import msgspec
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "HEADER_BYTES",
     "Allowed",
-    "FlightClient",
-    "MessageReader",
-    "MessageWriter",
     "WireError",
     "announced",
     "dtype_named",
@@ -68,10 +65,6 @@ def exactly(lengths: Mapping[str, int], *others: str) -> dict[str, Allowed]:
     """Allow vectors that are named after their dtypes, of exactly these lengths.
 
     Floating-point vectors may also have one of the dtypes `others`.
-
-    Example:
-        >>> exactly({"float32": 10}, "bfloat16")
-        {'float32': Allowed(dtypes=('float32', 'bfloat16'), least=10, most=10)}
     """
     return {
         name: Allowed(
@@ -94,49 +87,6 @@ def flight() -> types.ModuleType:
     return module
 
 
-class MessageReader(Protocol):
-    """A Flight stream's reader."""
-
-    def read_chunk(self) -> Any:
-        """The next chunk: a record batch, `data`, or a text, `app_metadata`."""
-
-    def cancel(self) -> None:
-        """Cancel the stream and its calls in progress."""
-
-
-class MessageWriter(Protocol):
-    """A Flight stream's writer."""
-
-    def begin(self, schema: object, *, options: object) -> None:
-        """Send the schema of record batches."""
-
-    def write_metadata(self, text: bytes) -> None:
-        """Send a text."""
-
-    def write_batch(self, batch: object) -> None:
-        """Send a record batch."""
-
-    def close(self) -> None:
-        """End the stream."""
-
-
-class FlightClient(Protocol):
-    """A channel to a server."""
-
-    def do_exchange(
-        self, descriptor: object, options: object
-    ) -> tuple[MessageWriter, MessageReader]:
-        """Open a stream."""
-        ...
-
-    def do_action(self, action: tuple[str, bytes], options: object) -> Iterator[Any]:
-        """Make a call; its results have a `body`."""
-        ...
-
-    def close(self) -> None:
-        """End the channel."""
-
-
 @functools.cache
 def write_options() -> "pa.ipc.IpcWriteOptions":
     """Options of record batches: uncompressed, written by the sending thread."""
@@ -151,10 +101,6 @@ def dtype_named(name: str) -> np.dtype:
 
     Raises:
         WireError: If messages have no dtype of this name.
-
-    Example:
-        >>> dtype_named("bfloat16").itemsize
-        2
     """
     if name not in _NAMES:
         raise WireError(f"{name!r:.80} is no dtype; expected one of {list(_NAMES)}")
@@ -166,10 +112,6 @@ def read_json(data: bytes) -> JSONObject:
 
     Raises:
         WireError: If the bytes are too many or no JSON object.
-
-    Example:
-        >>> read_json(b'{"op": "pull"}')
-        {'op': 'pull'}
     """
     if len(data) > HEADER_BYTES:
         raise WireError(
@@ -190,12 +132,6 @@ def read(kind: type[_Message], sent: object, refused: type[Exception]) -> _Messa
     Raises:
         Exception: Of the type `refused`, if the values do not fit `kind`. The error
             names the field and its value.
-
-    Example:
-        >>> read(dict[str, int], {"steps": "7"}, WireError)
-        Traceback (most recent call last):
-            ...
-        replicax.ps.wire.WireError: [...] is {'steps': '7'}; expected int, got str
     """
     try:
         return msgspec.convert(sent, kind)
@@ -230,9 +166,9 @@ def announced(
             f"the message has the vectors {names!r:.200}; expected {sorted(allowed)}"
         )
     for name, dtype, length in entries:
-        rule = None if allowed is None else allowed[name]
-        if rule is None:
-            continue
+        if allowed is None:
+            break
+        rule = allowed[name]
         if dtype not in rule.dtypes:
             raise WireError(
                 f"vector {name!r} has dtype {dtype!r:.80}; expected one of "
