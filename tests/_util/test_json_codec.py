@@ -51,7 +51,7 @@ def test_further_types():
 def test_what_is_refused():
     with pytest.raises(TypeError, match="it is an array of dtype object"):
         sent(np.array([None]))
-    with pytest.raises(ValueError, match="no dtype of plain values: 'object'"):
+    with pytest.raises(ValueError, match="OBJECT array"):
         json_codec.decode({MARK: "array", "dtype": "object", "shape": [1], "v": ""})
 
 

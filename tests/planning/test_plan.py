@@ -402,7 +402,7 @@ def test_one_plan_at_a_time() -> None:
     outer = Capture(find_topology("cpu:2"))
     with (
         dry_running(outer),
-        pytest.raises(RuntimeError, match="a plan is being made already"),
+        pytest.raises(RuntimeError, match="another plan is in progress"),
     ):
         rx.plan(strategy, model, batch_for("cpu:4"), topology="cpu:4")
     assert strategy.num_replicas_in_sync == 2

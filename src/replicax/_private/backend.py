@@ -15,22 +15,15 @@ def is_tested_version(version: str) -> bool:
 def version_error(what: str) -> ImportError:
     """Make the error for a version of Keras; `what` names the incompatible function."""
     version = sys.modules["keras"].__version__
-    # Both packages install a folder `keras`: one leaves files in the other's folder.
-    install = f"pip install keras=={_LAST_TESTED}"
-    if ".dev" in version:
-        install = f"pip uninstall --yes keras keras-nightly && {install}"
     return ImportError(
         f"replicax cannot be used with Keras {version}: {what}. The last version that "
-        f"replicax was tested with is {_LAST_TESTED}. Install it: {install}"
+        f"replicax was tested with is {_LAST_TESTED}. Install it: pip install "
+        f"keras=={_LAST_TESTED}"
     )
 
 
 def require_jax_backend() -> None:
-    """Select the JAX backend for Keras, or raise if another one is selected already.
-
-    Raises:
-        ImportError: If Keras runs, or is told to run, on another backend.
-    """
+    """Select Keras' JAX backend; `ImportError` if another one is selected already."""
     keras = sys.modules.get("keras")
     if keras is None:
         backend = os.environ.setdefault("KERAS_BACKEND", "jax")

@@ -35,12 +35,8 @@ Original: TypeAlias = Callable[..., Any]
 class Wrap:
     """Functions of one owner that replicax replaces for one reason.
 
-    Attributes:
-        path: A public class, such as `"keras.Model"`, or a module of Keras.
-        names: The functions' names.
-        reason: The work of the hook.
-        base_with: The owner is the base of the class that defines this method; None:
-            the class itself.
+    `path` names a public class, such as `"keras.Model"`, or a module of Keras. With
+    `base_with` the owner is the base of the class that defines this method.
     """
 
     path: str
@@ -182,14 +178,9 @@ WRAPS = (
 def install(hooks: Mapping[str, Hook]) -> None:
     """Replace the functions of `WRAPS`.
 
-    Args:
-        hooks: A hook for each key of each wrap. Its parameters are `original` and those
-            of the function; the last of them may be `*args` and `**kwargs`.
-
-    Raises:
-        KeyError: If there is a hook without a wrap, or a wrap without a hook.
-        ImportError: If this version of Keras lacks a function, or if its parameters
-            differ from the hook's. Nothing is replaced then.
+    A hook's parameters are `original` and those of the function; the last may be
+    `*args` and `**kwargs`. Raises `ImportError`, and replaces nothing, if this version
+    of Keras lacks a function, or if its parameters differ from the hook's.
     """
     odd = {key for wrap in WRAPS for key in wrap.keys} ^ set(hooks)
     if odd:

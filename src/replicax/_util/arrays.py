@@ -55,11 +55,7 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
 def array_of(
     data: bytes | bytearray | np.ndarray, dtype: str, shape: Sequence[int]
 ) -> np.ndarray:
-    """Make an array from the bytes of `bytes_of`; writable if the buffer is.
-
-    Raises:
-        ValueError: If the number of bytes does not fit the shape.
-    """
+    """Make an array from the bytes of `bytes_of`; writable if the buffer is."""
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 
 
@@ -67,15 +63,7 @@ def array_of(
 class FlatLayout:
     """The layout of arrays in flat vectors: one vector for each dtype.
 
-    Args:
-        entries: Dtype and shape of each array.
-
-    Example:
-        >>> layout = FlatLayout([("int8", (2,)), ("float32", (1, 2)), ("int8", ())])
-        >>> pieces = layout.pieces([np.int8([1, 2]), np.ones((1, 2)), np.array(3)])
-        >>> vectors = {dtype: np.concatenate(x) for dtype, x in pieces.items()}
-        >>> vectors["int8"].tolist(), [x.shape for x in layout.unpack(vectors)]
-        ([1, 2, 3], [(2,), (1, 2), ()])
+    `entries` has the dtype and the shape of each array.
     """
 
     entries: Sequence[tuple[str, Shape]]

@@ -76,15 +76,6 @@ def temporary_folder(part: Path) -> Iterator[Path]:
     """Make an empty folder that the block fills and publishes; delete it otherwise.
 
     A folder that a killed process left at this path is deleted first.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "model"
-        >>> with temporary_folder(part_of(path)) as part:
-        ...     _ = (part / "weights").write_text("1 2 3")
-        ...     publish(part, path)
-        >>> [file.name for file in path.iterdir()]
-        ['weights']
     """
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -101,11 +92,9 @@ def publish(part: Path, path: Path, *, replace: bool = False) -> None:
 
     One rename replaces an empty folder at `path`, so an empty folder can reserve the
     name. With `replace`, two renames replace a folder that has files. After a kill
-    between the two renames, `complete_folder` returns the older folder.
-
-    Raises:
-        FileExistsError: If `path` exists and has files, and `replace` is False.
-        OSError: If a step fails. The older folder is still there.
+    between the two renames, `complete_folder` returns the older folder. Without
+    `replace`, raises `FileExistsError` if `path` has files. After any `OSError` the
+    older folder is still there.
     """
     for root, _, files in os.walk(part, topdown=False):
         for file in files:
@@ -137,10 +126,7 @@ def complete_folder(path: Path) -> Path:
 def remove_folder(path: Path) -> None:
     """Rename a folder, then delete it, so that no process reads half of it.
 
-    Another process may have deleted it already.
-
-    Raises:
-        OSError: If it cannot be deleted.
+    Another process may have deleted it already. `OSError`: it cannot be deleted.
     """
     part = part_of(path)
     with contextlib.suppress(FileNotFoundError):
@@ -177,7 +163,6 @@ def _delete(path: Path) -> None:
 
 
 def _fsync(path: str | os.PathLike[str]) -> None:
-    """Fsync a file, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -223,33 +208,23 @@ def reason(error: BaseException) -> str:
 class FailedWrites:
     """Logs the 1st, 2nd, 4th, 8th and so on of consecutive failed writes.
 
-    This avoids a flood of messages while a disk is full.
-
-    Example:
-        >>> failed = FailedWrites()
-        >>> for _ in range(5):  # Logs three of them.
-        ...     failed.add("the disk is full")
-        >>> failed.end("the file")
+    This avoids a flood of messages while a disk is full. `count` is the number of
+    failures since the last success.
     """
 
     def __init__(self) -> None:
-        self._count = 0
-
-    @property
-    def count(self) -> int:
-        """Number of failures since the last success."""
-        return self._count
+        self.count = 0
 
     def add(self, problem: str) -> None:
         """Count a failure, and log it if the count is a power of 2."""
-        self._count += 1
-        if self._count == 1:
+        self.count += 1
+        if self.count == 1:
             _logger.warning("%s", problem)
-        elif self._count.bit_count() == 1:
-            _logger.warning("%s (%d in a row failed)", problem, self._count)
+        elif self.count.bit_count() == 1:
+            _logger.warning("%s (%d in a row failed)", problem, self.count)
 
     def end(self, what: str) -> None:
         """Reset the count after a success, and log that if writes failed before."""
-        if self._count:
-            _logger.warning("%s is written, after %d that failed", what, self._count)
-        self._count = 0
+        if self.count:
+            _logger.warning("%s is written, after %d that failed", what, self.count)
+        self.count = 0

@@ -15,9 +15,8 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """List the GPUs that a process with this environment sees; starts no device.
 
-    Returns:
-        Names in the form of `CUDA_VISIBLE_DEVICES`. As in CUDA, a number that no GPU
-        has, such as -1, ends the list.
+    The names are those of `CUDA_VISIBLE_DEVICES`. As in CUDA, a number that no GPU has,
+    such as -1, ends the list.
     """
     present = [str(number) for number, _ in enumerate(_DRIVER.glob("*"))]
     visible = environment.get(CUDA_VISIBLE_DEVICES)

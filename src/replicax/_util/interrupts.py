@@ -36,60 +36,46 @@ def uninterrupted(call: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()  # Handlers are called in the main thread only.
-    queue = _SignalQueue()
-    try:
-        queue.hold()
-        return call()
-    finally:
-        queue.release()
+    # The functions of `signal` convert to enumerations, which takes 20 times as long.
+    handlers: dict[int, Any] = {
+        number: handler
+        for number in range(1, _signal.NSIG)
+        if callable(handler := _signal.getsignal(number))
+    }
+    waiting: list[int] = []
+    defers = True
 
-
-class _SignalQueue:
-    """Replaces this process' signal handlers, and queues the signals."""
-
-    def __init__(self) -> None:
-        self._handlers: dict[int, Callable[..., Any]] = {}
-        self._waiting: list[int] = []
-        self._holds = True
-
-    def hold(self) -> None:
-        """Replace the handlers."""
-        # The functions of `signal` convert to enumerations, which takes 20 times as
-        # long.
-        for number in range(1, _signal.NSIG):
-            handler = _signal.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                _signal.signal(number, self._on_signal)
-
-    def release(self) -> None:
-        """Restore the handlers, and call them for the queued signals."""
-        self._holds = False
-        try:
-            for number in self._handlers:
-                self._restore(number)
-        finally:
-            self._deliver()
-
-    def _restore(self, number: int) -> None:
-        if _signal.getsignal(number) == self._on_signal:  # `call` may have set another.
-            _signal.signal(number, self._handlers[number])
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self._holds:
-            self._waiting.append(number)
+    def on_signal(number: int, frame: Any) -> None:
+        if defers:
+            waiting.append(number)
             return
         # Another handler raised before this one was restored.
-        self._restore(number)
-        self._handlers[number](number, frame)
+        restore(number)
+        handlers[number](number, frame)
 
-    def _deliver(self) -> None:
-        while self._waiting:
-            number = self._waiting.pop(0)
+    def restore(number: int) -> None:
+        if _signal.getsignal(number) is on_signal:  # `call` may have set another.
+            _signal.signal(number, handlers[number])
+
+    def deliver() -> None:
+        while waiting:
+            number = waiting.pop(0)
             try:
-                self._handlers[number](number, sys._getframe())
+                handlers[number](number, sys._getframe())
             finally:  # A handler that raises does not prevent the others' calls.
-                self._deliver()
+                deliver()
+
+    try:
+        for number in handlers:
+            _signal.signal(number, on_signal)
+        return call()
+    finally:
+        defers = False
+        try:
+            for number in handlers:
+                restore(number)
+        finally:
+            deliver()
 
 
 _raised: list[int] = []
@@ -97,7 +83,6 @@ _raised: list[int] = []
 
 
 def _on_interrupt(number: int, frame: Any) -> None:
-    """Handle an interrupt, in place of Python's handler."""
     _raised.append(number)
     signal.default_int_handler(number, frame)
 
@@ -135,7 +120,6 @@ def raise_swallowed() -> None:
 
 
 def _user_frames(trace: TracebackType | None) -> list[TracebackType]:
-    """List the frames of a traceback in the user's code."""
     frames = []
     while trace is not None:
         if not is_installed_file(trace.tb_frame.f_code.co_filename):

@@ -16,19 +16,12 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class FolderFormat:
-    """A format of folders with a manifest.
+    """A format of folders with a manifest."""
 
-    Attributes:
-        title: The kind of folder in errors, such as `"checkpoint"`.
-        name: The format's name in manifests.
-        version: The format's version.
-        advice: The advice in errors about a damaged folder.
-    """
-
-    title: str
+    title: str  # The kind of folder in errors, such as "checkpoint".
     name: str
     version: int
-    advice: str
+    advice: str  # In errors about a damaged folder.
 
     def write_manifest(self, folder: Path, contents: JSONObject) -> None:
         """Write a manifest with further `contents`, after all other files."""
@@ -46,9 +39,8 @@ class FolderFormat:
     def read_manifest(self, folder: Path) -> JSONObject:
         """Read a folder's manifest, and verify the checksums of all files.
 
-        Raises:
-            CheckpointError: If a file is damaged or missing (it names the file), or the
-                format differs.
+        Raises a `CheckpointError`, which names the file, if one is damaged or missing,
+        or if the format differs.
         """
         try:
             body = json.loads((folder / MANIFEST).read_bytes())

@@ -21,15 +21,7 @@ class RandomState(TypedDict):
 
 
 def capture() -> RandomState:
-    """Return the present random state.
-
-    Example:
-        >>> state = capture()
-        >>> before = random.random(), np.random.rand()
-        >>> restore(state)
-        >>> before == (random.random(), np.random.rand())
-        True
-    """
+    """Return the present random state."""
     numpy: Any = np.random.get_state(legacy=False)
     return {"python": random.getstate(), "numpy": numpy}
 
@@ -50,19 +42,8 @@ class RandomStream:
     """A separate stream of random numbers.
 
     Inside its `with` block the process draws the stream's numbers; afterwards it
-    continues with its own. Blocks may nest, and a later block continues the stream.
-
-    Args:
-        name: A stream's numbers depend on its name, and on the random state when it is
-            created.
-
-    Example:
-        >>> random.seed(0)
-        >>> stream = RandomStream("a")
-        >>> with stream:
-        ...     number = random.random()
-        >>> random.random()  # The first number after the seed.
-        0.8444218515250481
+    continues with its own. Blocks may nest, and a later block continues the stream. The
+    numbers depend on the stream's name, and on the random state when it is created.
     """
 
     def __init__(self, name: str) -> None:

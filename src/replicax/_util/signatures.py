@@ -10,14 +10,9 @@ __all__ = ["positional_count"]
 def positional_count(fn: Callable[..., Any], few: int) -> int | None:
     """Infer whether a function is meant for `few` positional arguments or one more.
 
-    A parameter with a default is an option. If a decorator accepts `*args`, the
-    function in its `__wrapped__` decides.
-
-    Returns:
-        `few` or `few + 1`; None if it accepts both and the intention is unknown.
-
-    Raises:
-        TypeError: If it accepts neither.
+    Returns `few` or `few + 1`; None if the function accepts both and the intention is
+    unknown. A parameter with a default is an option. If a decorator accepts `*args`,
+    the function in its `__wrapped__` decides. Raises `TypeError` if it accepts neither.
     """
     for follow_wrapped in (False, True):
         try:

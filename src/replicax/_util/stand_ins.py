@@ -26,9 +26,7 @@ def using_devices(devices: Sequence[Any]) -> Iterator[None]:
     """
     global _devices
     if _devices is not None:
-        raise RuntimeError(
-            "rx.plan: a plan is being made already; make one after another."
-        )
+        raise RuntimeError("rx.plan: another plan is in progress; wait for its end.")
     _devices = devices
     try:
         yield

@@ -46,10 +46,6 @@ def back_off(first: float, longest: float, factor: float = 1.25) -> Iterator[flo
     """Yield pauses between polls, which grow by a factor up to the longest.
 
     With the default factor, the delay of a poll is at most a quarter of the total wait.
-
-    Example:
-        >>> list(itertools.islice(back_off(1.0, 1.5), 4))
-        [1.0, 1.25, 1.5, 1.5]
     """
     pause = first
     while True:
@@ -67,26 +63,13 @@ def wait_for(
     pauses: tuple[float, float] = (0.001, 0.05),
     sleep: Callable[[float], object] = time.sleep,
 ) -> _Result:
-    """Poll until there is a result, or until the timeout.
+    """Poll until `poll` returns a result other than None, or until the timeout.
 
-    Args:
-        poll: Returns the result; None: not yet. May raise.
-        timeout: Maximal number of seconds to wait.
-        late: Called at the timeout. Raises an error that names the missing party, or
-            returns a substitute for the result.
-        reminder: Returns the text that is logged every 10 s, given the seconds waited;
-            None: nothing is logged.
-        is_early: Whether to log the first reminder after 3 s, as before a first step.
-        pauses: The first pause between two polls, and the longest; see `back_off`.
-        sleep: Sleeps; may return sooner, as `threading.Thread.join` does.
-
-    Returns:
-        The result of `poll` or `late`.
-
-    Example:
-        >>> answers = iter([None, None, 42])
-        >>> wait_for(lambda: next(answers), timeout=60, late=lambda: 0)
-        42
+    At the timeout `late` raises an error that names the missing party, or returns a
+    substitute for the result. Every 10 s `reminder` gets the seconds waited, and its
+    text is logged; with `is_early` first after 3 s. `pauses` are the first and the
+    longest pause between two polls (see `back_off`). `sleep` may return sooner, as
+    `threading.Thread.join` does.
     """
     began, pause = time.monotonic(), back_off(*pauses)
     due = min(FIRST_SECONDS, EVERY_SECONDS) if is_early else EVERY_SECONDS
@@ -109,24 +92,18 @@ def wait_for(
 class Announced(_Nested):
     """Context manager that logs a message once if its block takes longer than 3 s.
 
-    It starts a thread, so do not use it in every step.
-
-    Args:
-        what: The work of the block, such as `"compiling run(step)"`.
-
-    Example:
-        >>> with Announced("compiling run(step)"):
-        ...     pass
+    `what` is the work of the block, such as `"compiling run(step)"`. It starts a
+    thread, so do not use it in every step.
     """
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self._what = what
-        self._began = 0.0
+        self.what = what
+        self.began = 0.0
         self._ended = threading.Event()
 
     def __enter__(self) -> "Announced":
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         super().__enter__()
         thread = threading.Thread(
             target=_log_if_long,
@@ -145,10 +122,6 @@ class Announced(_Nested):
         self._ended.set()
         super().__exit__()
 
-    def text(self) -> str:
-        """The message, with the seconds so far."""
-        return f"{self._what} ({time.monotonic() - self._began:.0f} s so far)"
-
 
 def _log_if_long(reference: "weakref.ref[Announced]", ended: threading.Event) -> None:
     seconds = FIRST_SECONDS
@@ -157,19 +130,15 @@ def _log_if_long(reference: "weakref.ref[Announced]", ended: threading.Event) ->
         if announced is None:
             return
         if announced.is_innermost:
-            _logger.warning("%s", announced.text())
+            waited = time.monotonic() - announced.began
+            _logger.warning("%s (%.0f s so far)", announced.what, waited)
             return
         del announced  # This thread must not keep it alive.
         seconds = _LOOK_SECONDS
 
 
 def announce_first(items: Callable[[], Iterator[Any]], what: str) -> Iterator[Any]:
-    """Iterate over `items()`, and announce the wait for its first item.
-
-    Example:
-        >>> list(announce_first(lambda: iter([1, 2]), "waiting for the first number"))
-        [1, 2]
-    """
+    """Iterate over `items()`, and announce the wait for its first item."""
 
     def parts() -> Iterator[Iterator[Any]]:
         with Announced(what):
