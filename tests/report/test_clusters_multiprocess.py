@@ -57,9 +57,9 @@ def test_two_workers_in_step(tmp_path: Path) -> None:
     assert [w.name for w in result.workers] == ["worker:0", "worker:1"]
     for worker in result.workers:
         (fit,) = worker.fits
-        assert (fit.state, len(fit.epochs)) == ("done", 2)
+        assert (fit.end.state, len(fit.epochs)) == ("done", 2)
         assert fit.epochs[1].counts["examples"] == 640  # Of all workers.
-        assert fit.shares["communication"] > 0
+        assert fit.end.shares["communication"] > 0
     lines = [line for line in out.splitlines() if "examples/s" in line]
     assert len(lines) == 1
     assert lines[0].startswith("worker:0")

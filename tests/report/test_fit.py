@@ -72,7 +72,7 @@ def test_the_report_of_two_epochs(name, page, capsys) -> None:
     model = make(STRATEGIES[name]())
     history = train(model, page, validation_data=(X[:32], Y[:32]), diagnosis=True)
     (fit,) = fits_of(page)
-    assert fit.state == "done"
+    assert fit.end.state == "done"
     assert [e.number for e in fit.epochs] == [0, 1]
     for i, epoch in enumerate(fit.epochs):
         logs = {k: v[i] for k, v in history.history.items()}
@@ -82,10 +82,10 @@ def test_the_report_of_two_epochs(name, page, capsys) -> None:
         assert epoch.memory.bytes is not None
     assert fit.epochs[0].counts["first_executions"] == 1
     assert fit.epochs[1].counts["first_executions"] == 0
-    assert sum(v or 0 for v in fit.shares.values()) == pytest.approx(1)
+    assert sum(v or 0 for v in fit.end.shares.values()) == pytest.approx(1)
     if name == "sharded":  # Gathers of weights are not measured.
-        assert fit.shares["communication"] is None
-    assert fit.diagnosis in capsys.readouterr().out
+        assert fit.end.shares["communication"] is None
+    assert fit.end.diagnosis in capsys.readouterr().out
     assert fit.begin.facts["model"] == "linear"
     assert fit.begin.facts["learning_rate"] == pytest.approx(0.01)
     assert "val_mae" not in page.read_text()  # It is a curve of mae.
@@ -111,7 +111,7 @@ def test_a_verbose_fit_prints_the_diagnosis(verbose, page, capsys) -> None:
     train(make(), page, verbose=verbose)
     out = capsys.readouterr().out
     assert (f"{page}: " in out) == bool(verbose)
-    assert bool(fits_of(page)[0].diagnosis) == bool(verbose)
+    assert bool(fits_of(page)[0].end.diagnosis) == bool(verbose)
 
 
 def test_fits_one_after_another(page) -> None:
@@ -165,12 +165,12 @@ def test_the_report_of_an_interrupted_fit(error, page) -> None:
     with pytest.raises(type(error)):
         train(model, page, epochs=4, callbacks=[Boom(error)])
     (fit,) = fits_of(page)
-    assert (fit.state, len(fit.epochs)) == ("interrupted", 1)
-    assert fit.error == f"{type(error).__name__}: {error} (epoch 2, step 10)"
+    assert (fit.end.state, len(fit.epochs)) == ("interrupted", 1)
+    assert fit.end.error == f"{type(error).__name__}: {error} (epoch 2, step 10)"
     assert f"was interrupted: {type(error).__name__}" in page.read_text()
     assert "<b>data" not in page.read_text()
     train(model, page)  # It can be trained again.
-    assert [f.state for f in fits_of(page)] == ["interrupted", "done"]
+    assert [f.end.state for f in fits_of(page)] == ["interrupted", "done"]
 
 
 class Later(keras.callbacks.Callback):
@@ -256,7 +256,7 @@ def test_every_fit_is_reported(kind, page, monkeypatch) -> None:
     }[kind]
     model.fit(X, Y, batch_size=16, epochs=2, verbose=0, callbacks=given)
     (fit,) = fits_of(page)
-    assert (fit.state, bool(fit.diagnosis)) == ("done", True)
+    assert (fit.end.state, bool(fit.end.diagnosis)) == ("done", True)
 
 
 def test_a_report_of_the_script_is_kept(page) -> None:
@@ -311,9 +311,9 @@ def test_out_of_memory_in_the_measurement(page, monkeypatch, caplog) -> None:
     monkeypatch.setattr("replicax.report.session.sum_seconds", fail)
     train(make(mirrored(2)), page, diagnosis=True)
     (fit,) = fits_of(page)
-    assert fit.state == "done"
-    assert fit.shares["communication"] is None
-    assert "communication not measured" in fit.diagnosis
+    assert fit.end.state == "done"
+    assert fit.end.shares["communication"] is None
+    assert "communication not measured" in fit.end.diagnosis
     assert "RESOURCE_EXHAUSTED" in caplog.text
 
 

@@ -14,6 +14,7 @@ from replicax.report.runs import (
     EpochRecord,
     Fit,
     FitBegin,
+    FitEnd,
     MemoryUse,
     Run,
     WorkerRecord,
@@ -64,7 +65,8 @@ def fit(*epochs, number=1, counts_own=False, facts=None, **fields):
         facts={"model": "digits"} | (facts or {}),
         time=0.0,
     )
-    return Fit(begin=begin, last=60.0, epochs=list(epochs), **fields)
+    end = FitEnd(**{"state": "running"} | fields)
+    return Fit(begin=begin, last=60.0, epochs=list(epochs), end=end)
 
 
 def page(*fits, **names):
@@ -116,7 +118,7 @@ def test_the_page_of_a_running_training_reloads_itself(state: str) -> None:
 
 
 def test_the_page_before_the_first_event() -> None:
-    assert "Nothing is here yet" in page_of(Run(workers=[], missing=[]))
+    assert "There is nothing to show yet" in page_of(Run(workers=[], missing=[]))
     assert "No epoch has ended yet" in page(fit())
 
 

@@ -116,8 +116,8 @@ def test_a_restarted_process_continues_the_count_of_epochs(tmp_path: Path) -> No
     chief = read_run(page).chief
     assert chief is not None
     first, second = chief.fits
-    assert (first.state, second.state) == ("interrupted", "running")
-    assert "restarted" in first.error
+    assert (first.end.state, second.end.state) == ("interrupted", "running")
+    assert "restarted" in first.end.error
     text = page_of(read_run(page))
     assert "in epoch 3" in text
     assert 'class="border"' not in text  # The page shows one training.

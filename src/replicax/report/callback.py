@@ -82,10 +82,7 @@ class Report(LateCallback):
         """
         model: Any = self.model
         session = session_of(model)
-        if session is None:
-            raise RuntimeError(
-                "Report: called outside of fit. Pass it to fit(callbacks=[...])."
-            )
+        assert session is not None, "Pass Report to fit(callbacks=[...])."
         if session.strategy.runner.is_dry:
             return  # A plan trains nothing and must not overwrite an existing page.
         if session.recorder is not None:

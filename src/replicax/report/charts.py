@@ -23,11 +23,7 @@ Label = tuple[float, str]  # The place on an axis, from 0 to 1, and the text.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """The values of a curve.
-
-    Attributes:
-        parts: The points `(x, y)` of each `fit`; a y that is not finite is a gap.
-    """
+    """A curve's points `(x, y)`, for each `fit`; a y that is not finite is a gap."""
 
     name: str
     parts: Sequence[Sequence[Point]]
@@ -40,11 +36,9 @@ class Series:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A curve as SVG.
+    """A curve as SVG, of a color's class in the style sheet.
 
-    Attributes:
-        color: The color's class in the style sheet.
-        dots: The place and the tooltip of each point; none for long curves.
+    `dots` are the place and the tooltip of each point; none for long curves.
     """
 
     name: str
@@ -57,10 +51,8 @@ class Curve:
 class Chart:
     """The values of the chart's template.
 
-    Attributes:
-        in_words: A description of the chart, for screen readers.
-        borders: The beginning of each further `fit`, and its name.
-        size: Width and height of the plot, in units of the paths.
+    `in_words` is for screen readers. `borders` are the beginning of each further `fit`,
+    and its name. `size` is the plot's width and height, in units of the paths.
     """
 
     title: str
@@ -93,13 +85,9 @@ def chart_of(
 ) -> Chart | None:
     """Make a chart of curves over epochs; None without points.
 
-    Args:
-        title: The chart's title.
-        series: The curves.
-        unit: Formats a y.
-        from_zero: Whether the y axis begins at 0 and is linear.
-        borders: The x at which each further `fit` begins, and its name.
-        note: A sentence below the title.
+    `unit` formats a y. With `from_zero` the y axis begins at 0 and is linear. `borders`
+    are the x at which each further `fit` begins, and its name. `note` is a sentence
+    below the title.
     """
     series = [s for s in series if s.points]
     if not series:

@@ -20,33 +20,22 @@ Kind = Literal["alone", "replicas", "servers", "central"]
 class Measurements:
     """Measurements of a training; shares are of a step's time, from 0 to 1.
 
-    Attributes:
-        executions: Number of program executions, except those that compiled.
-        step_s: Seconds of a step; NaN: not measured.
-        examples_per_s: Examples per second of all workers.
-        batch: Examples of a step, over all of its replicas.
-        kind: Where the variables are: on the only replica, on each replica, on
-            parameter servers, or on a parameter device of the machine.
-        input: Share of waiting for input, on the worker that waits most.
-        communication: Share of all-reducing gradients, or of requests to servers;
-            None: not measured.
-        start: Share of starting programs; None: not measured.
-        is_compressed: Whether gradients are sent as bfloat16.
-        input_worker: The name of the worker that waits most; empty: the only one.
+    A NaN or None was not measured. `kind` says where the variables are: on the only
+    replica, on each replica, on parameter servers, or on a device of the machine.
     """
 
-    executions: int
+    executions: int  # Of programs, except those that compiled.
     step_s: float
-    examples_per_s: float
-    batch: float
+    examples_per_s: float  # Of all workers.
+    batch: float  # Examples of a step, over all of its replicas.
     num_replicas: int = 1
     kind: Kind = "alone"
-    input: float = 0.0
-    communication: float | None = None
-    start: float | None = None
+    input: float = 0.0  # Share of waiting for input, on the worker that waits most.
+    communication: float | None = None  # Share of all-reducing, or of servers' answers.
+    start: float | None = None  # Share of starting programs.
     steps_per_execution: int = 1
-    is_compressed: bool = False
-    input_worker: str = ""
+    is_compressed: bool = False  # Whether gradients are sent as bfloat16.
+    input_worker: str = ""  # The worker that waits most; empty: the only one.
 
 
 def shares(measured: Measurements) -> dict[str, float | None]:

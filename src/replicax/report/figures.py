@@ -77,54 +77,55 @@ def speed_charts(run: Run) -> list[Chart]:
         return []
     positions = _EpochPositions(run.chief.fits)
     epochs = [e for w in run.workers for f in w.fits for e in f.epochs]
-    is_process = any(e.memory.of == "process" for e in epochs)
     peak = max((b for b in map(memory_bytes, epochs) if math.isfinite(b)), default=0.0)
     # One unit for the whole axis, so that its labels are round numbers.
     size, suffix = (2.0**30, "GiB") if peak >= 2**31 else (2.0**20, "MiB")
+    place = "process" if any(e.memory.of == "process" for e in epochs) else "device"
 
     def of_workers(value: Callable[[EpochRecord], float]) -> list[Series]:
         return _by_worker(run, positions, value)
 
-    def chart(
-        title: str,
-        series: Sequence[Series],
-        unit: Callable[[float], str],
-        note: str = "",
-    ) -> Chart | None:
-        borders = positions.borders
-        return chart_of(
-            title, series, unit=unit, from_zero=True, borders=borders, note=note
-        )
-
-    charts = [
-        chart(
+    table: list[tuple[str, list[Series], Callable[[float], str], str]] = [
+        (
             "Throughput",
             [Series(name="all workers", parts=_throughput(run, positions))],
             lambda y: f"{decimal(y)}/s".replace(" /", "/"),
             "Examples per second, of all workers, without the time to compile.",
         ),
-        chart(
+        (
             "Time of a step",
             of_workers(lambda e: e.step_s),
             lambda y: seconds(y) if y else "0",
+            "",
         ),
-        chart(
+        (
             "Waiting for input",
             of_workers(lambda e: e.input_share),
             lambda y: f"{100 * y:.3g}%",
             "Share of the time in which the devices had nothing to compute.",
         ),
-        chart(
-            "Memory of the process" if is_process else "Memory of the fullest device",
+        (
+            f"Memory of the {'fullest ' * (place == 'device')}{place}",
             of_workers(lambda e: memory_bytes(e) / size),
             lambda y: f"{y:.4g} {suffix}",
+            "",
         ),
-        chart(
+        (
             "Staleness of gradients",
             of_workers(lambda e: mean_staleness(e.staleness)),
             plain,
             "Mean number of updates between a gradient's values and its own update.",
         ),
+    ]
+    charts = [
+        chart_of(
+            *(title, series),
+            unit=unit,
+            from_zero=True,
+            borders=positions.borders,
+            note=note,
+        )
+        for title, series, unit, note in table
     ]
     return [chart for chart in charts if chart is not None]
 

@@ -7,7 +7,6 @@ worker writes only its own file; the chief reads all of them for the page.
 import json
 import logging
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,17 +39,9 @@ def files_of(page: Path) -> list[tuple[int, Path]]:
 class Journal:
     """Writes one worker's event log.
 
-    Args:
-        page: The page that shows the events.
-        index: This worker's index.
-        fresh: Whether to delete the events of an older report.
-
-    Attributes:
-        path: The file.
-        has_failed: Whether a write has failed. The journal drops later events.
-
-    Raises:
-        OSError: If the folder cannot be created or written to.
+    With `fresh` it deletes the events of an older report. `path` is the file. After a
+    failed write, `has_failed` is true and the journal drops later events. Raises
+    `OSError` if the folder cannot be created or written to.
     """
 
     def __init__(self, page: Path, index: int, *, fresh: bool) -> None:
@@ -59,11 +50,9 @@ class Journal:
         self.has_failed = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with self.path.open("wb" if fresh else "a+b") as stream:
-                if stream.tell():
-                    stream.seek(-1, os.SEEK_END)
-                    if stream.read(1) != b"\n":  # A killed process left part of a line.
-                        stream.write(b"\n")
+            with self.path.open("wb" if fresh else "ab") as stream:
+                if stream.tell():  # A killed process may have left part of a line.
+                    stream.write(b"\n")
                 self._size = stream.tell()
         except OSError as error:
             raise OSError(

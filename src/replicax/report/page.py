@@ -78,14 +78,14 @@ def _values(run: Run, now: float) -> dict[str, object]:
     if chief is None:
         return {"title": "Training report", "began": "", "state": "running"}
     fit = chief.fits[-1]
-    shares = {name: x for name, x in fit.shares.items() if x is not None}
+    shares = {name: x for name, x in fit.end.shares.items() if x is not None}
     return {
         "title": f"Training report: {fit.begin.facts.get('model', 'a model')}",
-        "state": fit.state,
+        "state": fit.end.state,
         "began": _began(chief, now),
         "problems": _problems(run),
         "num_fits": len(chief.fits),
-        "diagnosis": fit.diagnosis,
+        "diagnosis": fit.end.diagnosis,
         "shares": [(_SHARES[name], shares[name]) for name in _SHARES if name in shares],
         "not_measured": [_SHARES[name] for name in _SHARES if name not in shares],
         "key_figures": _key_figures(run, fit),
@@ -107,7 +107,7 @@ def _began(chief: WorkerRecord, now: float) -> str:
     fit = chief.fits[-1]
     began = chief.fits[0].begin.time
     text = f"Began {_date(began)}, "
-    if fit.state == "running":
+    if fit.end.state == "running":
         text += f"last event {_duration(now - fit.last)} before this page was written."
     else:
         text += f"ended {_date(fit.last)}, after {_duration(fit.last - began)}."
@@ -121,8 +121,8 @@ def _problems(run: Run) -> list[tuple[str, str]]:
     problems = []
     for worker in run.workers:
         fit, name = worker.fits[-1], worker.name
-        if fit.state == "interrupted":
-            problems.append(("error", f"{name} was interrupted: {fit.error}"))
+        if fit.end.state == "interrupted":
+            problems.append(("error", f"{name} was interrupted: {fit.end.error}"))
     if run.missing:
         text = (
             f"No figures of {listed(run.missing)}: pass the callback on all workers, "
@@ -177,7 +177,7 @@ def _peak(epochs: Sequence[EpochRecord]) -> str:
 
 def _worker_row(worker: WorkerRecord) -> list[str]:
     fit = worker.fits[-1]
-    row = [worker.name, str(fit.begin.facts.get("host", "")), fit.state]
+    row = [worker.name, str(fit.begin.facts.get("host", "")), fit.end.state]
     if not fit.epochs:
         return row + [""] * (len(_WORKER_COLUMNS) - len(row))
     total = merged(fit.epochs)

@@ -25,29 +25,23 @@ class Tally:
 
     An execution is one start of a program, with one or several training steps. The
     first execution of a program compiles it.
-
-    Attributes:
-        stalled_s: Time in which the host prepared a batch and the devices were idle.
-        waits_s: Time in which the host waited for other tasks.
-        first_s: Time of first executions until the devices finished, without input.
     """
 
     executions: int = 0
     steps: int = 0
     examples: int = 0
-    stalled_s: float = 0.0
-    waits_s: float = 0.0
+    stalled_s: float = 0.0  # The host prepared a batch, and the devices were idle.
+    waits_s: float = 0.0  # The host waited for other tasks.
     first_executions: int = 0
     first_steps: int = 0
     first_examples: int = 0
-    first_s: float = 0.0
+    first_s: float = 0.0  # Until the devices finished, without input.
 
 
 class Recorder:
     """Counts the executions of `fit` and the devices' wait for input.
 
-    Attributes:
-        tally: The counts of the epoch so far.
+    `tally` has the counts of the epoch so far.
     """
 
     def __init__(self) -> None:

@@ -47,26 +47,21 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 class FitBegin(_Event, frozen=True, kw_only=True, tag="begin"):
     """The first event of a `fit`.
 
-    Attributes:
-        worker: The worker's name.
-        workers: The names of all workers.
-        number: The index of this call of `fit` in its process, from 1.
-        counts_own: Whether the worker counts its own examples only; otherwise the
-            examples of all workers.
-        facts: The configuration, as JSON values by name.
+    With `counts_own` a worker counts its own examples only, otherwise all workers'.
+    `facts` is the configuration, as JSON values by name.
     """
 
     worker: str
-    workers: Sequence[str] = ()
-    number: int = 1
+    workers: Sequence[str] = ()  # All workers.
+    number: int = 1  # Of this call of `fit` in its process, from 1.
     counts_own: bool = False
     facts: Mapping[str, object] = {}
 
 
 class FitEnd(_Event, frozen=True, kw_only=True, tag="end"):
-    """The last event of a `fit`; for its fields see `Fit`."""
+    """The last event of a `fit`, with the measured shares of a step's time."""
 
-    state: Literal["done", "interrupted"]
+    state: Literal["running", "done", "interrupted"]
     error: str = ""
     shares: Mapping[str, float | None] = {}
     diagnosis: str = ""
@@ -75,21 +70,17 @@ class FitEnd(_Event, frozen=True, kw_only=True, tag="end"):
 class EpochRecord(_Event, frozen=True, kw_only=True, tag="epoch"):
     """An epoch of one worker; times in seconds.
 
-    Attributes:
-        number: Keras' number of the epoch, from 0.
-        wall_s: Time from its beginning until the devices finished its steps.
-        counts: The recorder's `Tally`; `first_*`: of executions that compiled.
-        exchange_s: With parameter servers: time of exchanging gradients and values.
-        staleness: With parameter servers: histogram of the updates' staleness.
+    `wall_s` ends when the devices have finished the epoch's steps. `counts` is the
+    recorder's `Tally`; `first_*` are of executions that compiled.
     """
 
     number: int = msgspec.field(name="epoch", default=0)
     logs: Mapping[str, float] = {}
     wall_s: float = 0.0
     counts: Mapping[str, float] = {}
-    exchange_s: float = 0.0
+    exchange_s: float = 0.0  # Exchanges with parameter servers.
     memory: MemoryUse = MemoryUse()
-    staleness: Mapping[int, int] = {}
+    staleness: Mapping[int, int] = {}  # A histogram, with parameter servers.
 
     @property
     def timed_s(self) -> float:
@@ -121,23 +112,17 @@ class EpochRecord(_Event, frozen=True, kw_only=True, tag="epoch"):
         return min(1.0, self.counts.get("stalled_s", 0.0) / self.timed_s)
 
 
+_RUNNING = FitEnd(state="running")
+
+
 @dataclasses.dataclass(kw_only=True)
 class Fit:
-    """One call of `fit` in one worker.
-
-    Attributes:
-        begin: Its first event.
-        last: Time of its last event.
-        shares: Shares of a step's time by name, measured at the end; None: unknown.
-    """
+    """One call of `fit` in one worker."""
 
     begin: FitBegin
-    last: float
+    last: float  # Time of the last event.
     epochs: list[EpochRecord] = dataclasses.field(default_factory=list)
-    state: Literal["running", "done", "interrupted"] = "running"
-    error: str = ""
-    shares: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-    diagnosis: str = ""
+    end: FitEnd = _RUNNING
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -150,15 +135,10 @@ class WorkerRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """The records of a training by all workers.
+    """The records of a training by all workers."""
 
-    Attributes:
-        workers: The records of the workers, the chief's first.
-        missing: Names of workers without a record.
-    """
-
-    workers: Sequence[WorkerRecord]
-    missing: Sequence[str] = ()
+    workers: Sequence[WorkerRecord]  # The chief first.
+    missing: Sequence[str] = ()  # Workers without a record.
 
     @property
     def chief(self) -> WorkerRecord | None:
@@ -199,9 +179,9 @@ def _worker(number: int, file: Path) -> WorkerRecord:
 
 def _add(worker: WorkerRecord, event: _Events) -> None:
     if isinstance(event, FitBegin):
-        if worker.fits and worker.fits[-1].state == "running":
-            worker.fits[-1].state = "interrupted"
-            worker.fits[-1].error = "the process was restarted"
+        if worker.fits and worker.fits[-1].end.state == "running":
+            why = "the process was restarted"
+            worker.fits[-1].end = FitEnd(state="interrupted", error=why)
         worker.name = event.worker
         worker.fits.append(Fit(begin=event, last=event.time))
         return
@@ -210,8 +190,7 @@ def _add(worker: WorkerRecord, event: _Events) -> None:
     if isinstance(event, EpochRecord):
         fit.epochs.append(event)
     else:
-        fit.state, fit.error = event.state, event.error
-        fit.shares, fit.diagnosis = event.shares, event.diagnosis
+        fit.end = event
 
 
 def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:

@@ -47,13 +47,10 @@ _next_pages: dict[Path, float] = {}
 class FitReport:
     """Records one call of `fit` in this process.
 
-    Args:
-        page: The page's file.
-        model: The model that is trained.
-        params: The parameters that Keras passes to callbacks.
-        number: The index of this call of `fit` for this page in this process, from 1.
-        keeps: Whether to keep earlier calls of `fit` on the page.
-        measures: Whether to measure after training; all workers use the chief's value.
+    `params` are Keras' parameters of callbacks. `number` is the index of this call of
+    `fit` for this page in this process, from 1. With `keeps` earlier calls of `fit`
+    stay on the page. With `measures`, of which all workers use the chief's value, it
+    measures after training.
     """
 
     def __init__(
@@ -114,14 +111,14 @@ class FitReport:
 
     def end(self) -> str:
         """Measure and write the last page; return the diagnosis, or an empty string."""
-        measured = self._measured() if self._measures and self._total else None
-        if measured is None:
-            self._finish(FitEnd(state="done"))
-            return ""
-        line = diagnosis.summary(measured) if self.worker.is_chief else ""
-        shares = diagnosis.shares(measured)
-        self._finish(FitEnd(state="done", shares=shares, diagnosis=line))
-        return line
+        event = FitEnd(state="done")
+        if self._measures and self._total:
+            measured = self._measured()
+            line = diagnosis.summary(measured) if self.worker.is_chief else ""
+            shares = diagnosis.shares(measured)
+            event = FitEnd(state="done", shares=shares, diagnosis=line)
+        self._finish(event)
+        return event.diagnosis
 
     def close(
         self,
@@ -143,7 +140,9 @@ class FitReport:
         self._add(event)
         if self.worker.is_chief and self._journal is not None:
             if event.state == "done":
-                self._await_others(lambda worker: worker.fits[-1].state != "running")
+                self._await_others(
+                    lambda worker: worker.fits[-1].end.state != "running"
+                )
             self._write_page(now=True)
 
     def _add(self, event: msgspec.Struct) -> None:
@@ -222,7 +221,7 @@ class FitReport:
         steps, wall = total.timed_steps, total.timed_s
         waits = total.counts["waits_s"], total.exchange_s
         # With overlap, exchanges and waits for other tasks happen at the same time.
-        overlaps = getattr(strategy, "overlaps", False)
+        overlaps = getattr(strategy, "overlap", False)
         waits_s = max(waits) if overlaps else sum(waits)
         rate, input_share, input_worker = self._compare_workers(total)
         return diagnosis.Measurements(
@@ -263,11 +262,10 @@ class FitReport:
 
     def _compare_workers(self, total: EpochRecord) -> tuple[float, float, str]:
         """Return the examples per second, the largest input share, and its worker."""
-        totals = {self.worker.name: total}
-        if self.worker.is_chief:
-            for worker in self._await_others(self._ended_epoch):
-                if worker.fits[-1].epochs:
-                    totals[worker.name] = merged(worker.fits[-1].epochs)
+        others = self._await_others(self._ended_epoch) if self.worker.is_chief else []
+        last_fits = {worker.name: worker.fits[-1].epochs for worker in others}
+        totals = {name: merged(epochs) for name, epochs in last_fits.items() if epochs}
+        totals[self.worker.name] = total
         shares = {name: epoch.input_share for name, epoch in totals.items()}
         shares = {name: x for name, x in shares.items() if math.isfinite(x)}
         input_worker = max(shares, key=lambda x: shares[x], default=self.worker.name)

@@ -103,13 +103,7 @@ def _strategy_facts(strategy: Strategy | None) -> dict[str, object]:
 
 
 class ReportedWorker:
-    """This process' part in the training.
-
-    Attributes:
-        servers: The session with parameter servers; None for other strategies.
-        names: The names of all workers.
-        index: The index of this worker.
-    """
+    """This process' part in the training; `servers` is its session, if it has one."""
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy = strategy
@@ -153,11 +147,8 @@ class ReportedWorker:
         if self.strategy is None or not self.is_synchronous:
             return measures
         what = "the start of its report: pass rx.callbacks.Report on all workers"
-        return bool(
-            self.strategy.workers.exchange("the training report", measures, what=what)[
-                0
-            ]
-        )
+        exchange = self.strategy.workers.exchange
+        return bool(exchange("the training report", measures, what=what)[0])
 
     def exchange_s(self) -> float:
         """Seconds of exchanges with the slowest server so far."""
