@@ -63,11 +63,9 @@ class DataAdapterLike(Protocol):
 
     def on_epoch_begin(self) -> None:
         """An epoch begins."""
-        ...
 
     def on_epoch_end(self) -> None:
         """An epoch has ended."""
-        ...
 
 
 _adapter_of_keras: Callable[..., DataAdapterLike] = get_data_adapter
