@@ -28,7 +28,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result.add_argument(
         "--data",
         metavar="PATH",
-        help=".npz file as keras.datasets has it (MNIST, ...); default: the 8x8 digits",
+        help=".npz file in the layout of keras.datasets; default: the 8x8 digits",
     )
     result.add_argument("--epochs", type=int, default=15, metavar="N")
     result.add_argument(

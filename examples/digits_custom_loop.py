@@ -1,7 +1,7 @@
 """Train a Keras model on several devices with a loop of your own.
 
 The gradients come from a tape, as in TensorFlow scripts, or with `--functional` from
-`rx.value_and_grad`, as JAX has it. The input is a Grain pipeline.
+`rx.value_and_grad`, as in JAX. The input is a Grain pipeline.
 
     python examples/digits_custom_loop.py --replicas 2
 """
@@ -76,7 +76,7 @@ def main() -> None:
     train_examples = strategy.experimental_make_numpy_dataset(
         (data.x_train, data.y_train)
     )
-    # The last batch is not full: it is padded, and a mask tells the real examples.
+    # The last batch is not full: it is padded, and a mask marks the real examples.
     test_dataset = strategy.experimental_distribute_dataset(
         (data.x_test, data.y_test), batch_size=global_batch, remainder="pad"
     )

@@ -29,14 +29,14 @@ SIZES = ["small", "medium", "large"]
 
 def table() -> tuple[dict[str, np.ndarray], np.ndarray]:
     """569 rows: a column of words, one of numbers, the other measurements together."""
-    found: Any = load_breast_cancer()
-    x = (found.data - found.data.mean(axis=0)) / found.data.std(axis=0)
+    dataset: Any = load_breast_cancer()
+    x = (dataset.data - dataset.data.mean(axis=0)) / dataset.data.std(axis=0)
     features = {
-        "size": np.array(SIZES)[np.digitize(found.data[:, 0], [12.0, 15.0])],
+        "size": np.array(SIZES)[np.digitize(dataset.data[:, 0], [12.0, 15.0])],
         "texture": x[:, 1].astype("float32"),
         "measured": x[:, 2:].astype("float32"),
     }
-    return features, np.array(CLASSES)[found.target]
+    return features, np.array(CLASSES)[dataset.target]
 
 
 def columns() -> list[Any]:

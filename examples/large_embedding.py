@@ -1,12 +1,12 @@
 """Train an embedding table that lies on parameter servers, row by row.
 
-Every task runs this same script. The launcher plays the cluster on one machine:
+Every task runs this same script. The launcher starts all tasks on one machine:
 
     replicax run --workers 2 --ps 2 examples/large_embedding.py
     replicax run --workers 2 --ps 2 examples/large_embedding.py --rows 5000000
 
 Each example is a bag of ids, and its label says whether most of its ids are "good". At
-the end the chief tells how much memory the table takes, and how much its process took.
+the end the chief prints the memory of the table, and how much its own process took.
 """
 
 import replicax as rx  # First: it chooses JAX as Keras' backend.
@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 BAG = 8  # Ids of an example.
-SEEN = 2000  # Ids that there are examples of, anywhere in the table.
+SEEN = 2000  # Number of ids that occur in examples, anywhere in the table.
 
 
 def parse_options() -> argparse.Namespace:
@@ -65,7 +65,7 @@ def main() -> None:
             ]
         )
         model.compile(
-            # Rows that are not in a batch stay as they are, and so do their slots.
+            # Rows that are not in a batch, and their optimizer state, do not change.
             optimizer=keras.optimizers.Adam(0.01),
             loss=keras.losses.BinaryCrossentropy(from_logits=True),
             metrics=[keras.metrics.BinaryAccuracy(threshold=0.0)],
@@ -81,8 +81,8 @@ def main() -> None:
     if strategy.is_chief:
         size = options.rows * options.width * 4 / 2**20
         grown = peak_memory_mb() - before
-        print(f"table           {size:,.0f} MiB, and twice as much for Adam's slots")
-        print(f"this worker     {grown:,.0f} MiB more than before, with XLA's share")
+        print(f"table           {size:,.0f} MiB, and twice as much for Adam's state")
+        print(f"this worker     {grown:,.0f} MiB more than before, XLA's included")
         print(f"accuracy        {history.history['binary_accuracy'][-1]:.1%}")
 
 

@@ -1,7 +1,7 @@
 """Train a Keras model on several machines, with `fit`.
 
 Every worker runs this same script, and `TF_CONFIG` says which one it is. The launcher
-plays a cluster on one machine; without it and without `TF_CONFIG` there is one worker:
+starts workers on one machine; without it and without `TF_CONFIG` there is one worker:
 
     replicax run --workers 2 examples/multi_worker.py
     python examples/multi_worker.py
@@ -24,7 +24,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help=".npz file as keras.datasets has it (MNIST, ...); default: the 8x8 digits",
+        help=".npz file in the layout of keras.datasets; default: the 8x8 digits",
     )
     parser.add_argument("--epochs", type=int, default=15, metavar="N")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Train a Keras model with parameter servers and workers that need not keep pace.
 
-Every task runs this same script. The launcher plays the cluster on one machine:
+Every task runs this same script. The launcher starts all tasks on one machine:
 
     replicax run --workers 3 --ps 2 examples/parameter_server.py
 
@@ -26,7 +26,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help=".npz file as keras.datasets has it (MNIST, ...); default: the 8x8 digits",
+        help=".npz file in the layout of keras.datasets; default: the 8x8 digits",
     )
     parser.add_argument("--epochs", type=int, default=6, metavar="N")
     parser.add_argument(
@@ -57,7 +57,7 @@ def main() -> None:
     )
     keras.utils.set_random_seed(0)
     data = load(options.data)
-    # The servers count: these are the steps of all workers together.
+    # The schedule counts the steps of all workers together.
     num_steps = options.epochs * math.ceil(len(data.x_train) / options.batch_size)
     learning_rate = keras.optimizers.schedules.CosineDecay(2e-3, num_steps)
 
@@ -111,7 +111,7 @@ def describe(histogram: dict[int, int]) -> str:
 
 
 def tail_of(counts: dict[int, int]) -> int:
-    """The least staleness that a hundredth of the gradients have, or fewer."""
+    """The least staleness that at most a hundredth of the gradients reach."""
     left = sum(counts.values())
     most = left / 100
     for k in sorted(counts):
