@@ -1,4 +1,3 @@
-import logging
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.input import sources
 from replicax.input.sources import batches, is_arrays, num_batches
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
@@ -219,16 +217,11 @@ def test_epoch_methods_are_called_for_an_unfinished_epoch():
     assert dataset.calls == ["begin", 0, "end"]
 
 
-def test_py_dataset_workers_are_threads(caplog):
-    sources._warn_once.cache_clear()
+def test_py_dataset_workers_are_threads():
     dataset = Sequence(workers=2, use_multiprocessing=True)
-    for _ in range(2):
-        list(batches(dataset))
+    list(batches(dataset))
     assert threading.current_thread() not in dataset.threads
     assert not any(thread.is_alive() for thread in dataset.threads)
-    (record,) = caplog.records
-    assert "use_multiprocessing=True is ignored" in record.message
-    assert record.levelno == logging.WARNING
 
 
 def test_endless_py_dataset_in_threads_ends_when_closed():
@@ -343,13 +336,3 @@ def test_torch_data_loader(num_workers):
             assert isinstance(batch[0], np.ndarray)
             np.testing.assert_array_equal(batch[0], x)
             np.testing.assert_array_equal(batch[1], y)
-
-
-def test_torch_tensors():
-    torch = pytest.importorskip("torch")
-    half = torch.arange(4, dtype=torch.bfloat16)
-    (result,) = batches([half])
-    assert result.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(result.astype(np.float32), [0, 1, 2, 3])
-    (result,) = batches([torch.ones(2, requires_grad=True)])
-    np.testing.assert_array_equal(result, [1, 1])

@@ -8,7 +8,7 @@ from replicax.input.split import (
     Remainder,
     leading_size,
     split_global_batch,
-    stack_replica_batches,
+    split_replica_batches,
 )
 
 SIZES = st.integers(1, 40)
@@ -128,40 +128,30 @@ def test_empty_batch(policy):
 
 
 @given(size=st.integers(1, 6), num_replicas=REPLICAS, data=st.data())
-def test_stacking_under_pad_keeps_all_rows(size, num_replicas, data):
+def test_pad_keeps_all_rows_of_a_functions_batches(size, num_replicas, data):
     num_batches = data.draw(st.integers(1, num_replicas))
     last = data.draw(st.integers(1, size))
     total = size * (num_batches - 1) + last
     x = rows(total, 2)
     batches = [x[i : i + size] for i in range(0, total, size)]
-    split = stack_replica_batches(batches, num_replicas, "pad")
+    split = split_replica_batches(batches, num_replicas, "pad")
     assert split.mask is not None
     assert split.batch.shape[:2] == split.mask.shape
     assert len(split.batch) == num_replicas
     np.testing.assert_array_equal(split.batch[split.mask], x)
 
 
-def test_stacking_complete_groups():
+def test_each_replica_gets_a_batch_of_a_complete_step():
     batches = [{"x": rows(3, 2) + i} for i in range(4)]
     for policy in Remainder:
-        split = stack_replica_batches(batches, 4, policy)
+        split = split_replica_batches(batches, 4, policy)
         np.testing.assert_array_equal(split.batch["x"][2], batches[2]["x"])
         assert split.num_dropped == 0
         assert (split.mask is not None) == (policy == "pad")
-
-
-@pytest.mark.parametrize("sizes", [[3, 3], [3, 3, 2]])
-def test_incomplete_groups(sizes):
-    batches = [np.zeros(size) for size in sizes]
-    split = stack_replica_batches(batches, 3, "drop")
-    assert split.batch is None
-    assert split.num_dropped == sum(sizes)
-    with pytest.raises(ValueError, match=r"needs 3 batches.*\[3, 3"):
-        stack_replica_batches(batches, 3, "error")
 
 
 @pytest.mark.parametrize("sizes", [[2, 3, 3], [3, 2, 3], [2, 2, 3]])
 @pytest.mark.parametrize("policy", list(Remainder))
 def test_only_the_last_batch_may_be_short(sizes, policy):
     with pytest.raises(ValueError, match="equal size"):
-        stack_replica_batches([np.zeros(size) for size in sizes], 3, policy)
+        split_replica_batches([np.zeros(size) for size in sizes], 3, policy)

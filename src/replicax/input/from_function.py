@@ -15,7 +15,7 @@ from replicax.input.distributed import DistributedInput, num_examples
 from replicax.input.sharding import InputShard
 from replicax.input.sources import Dataset, batches
 from replicax.input.sparse_rows import SparseRows
-from replicax.input.split import Remainder, Split, stack_replica_batches
+from replicax.input.split import Remainder, Split, split_replica_batches
 
 __all__ = ["DistributedDatasetFromFunction"]
 
@@ -90,7 +90,7 @@ class DistributedDatasetFromFunction(DistributedInput):
                 group = _next_batches(source, num_replicas)
                 if not group:
                     return
-                split = stack_replica_batches(group, num_replicas, self._policy)
+                split = split_replica_batches(group, num_replicas, self._policy)
                 if split.batch is None and index == 0:
                     raise ValueError(
                         f"distribute_datasets_from_function: {len(group)} batches were "

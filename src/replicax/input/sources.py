@@ -3,9 +3,7 @@
 The module recognizes objects of other libraries without importing the libraries.
 """
 
-import functools
 import itertools
-import logging
 import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -32,7 +30,6 @@ from replicax.input.split import leading_size, leaf_name
 
 if TYPE_CHECKING:
     import keras
-    import torch
 
 __all__ = [
     "Dataset",
@@ -103,16 +100,12 @@ def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
             )
         require_count(batch_size, "dataset: batch_size", 1)
         return
-    if isinstance(dataset, (str, bytes, dict)):
-        raise TypeError(
-            f"dataset: got {short(dataset)}, expected arrays or an iterable of "
-            "batches. Convert lists with np.asarray."
-        )
     is_iterable = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
-    if not (is_iterable or callable(dataset)):
+    is_no_batch = isinstance(dataset, (str, bytes, dict))
+    if is_no_batch or not (is_iterable or callable(dataset)):
         raise TypeError(
             f"dataset: got {short(dataset)}, expected arrays, an iterable of batches "
-            "or a callable that returns one."
+            "or a callable that returns one. Convert lists with np.asarray."
         )
     if batch_size is not None:
         raise ValueError(
@@ -210,12 +203,10 @@ def _slices(arrays: PyTree, batch_size: int) -> Generator[PyTree]:
 
 
 def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
-    """Yield a `PyDataset`'s batches in order; its `workers` are threads."""
-    if dataset.use_multiprocessing:
-        _warn_once(
-            "PyDataset: use_multiprocessing=True is ignored, its workers are threads: "
-            "a process that runs JAX must not fork. Grain offers worker processes."
-        )
+    """Yield a `PyDataset`'s batches in order.
+
+    Its `workers` are always threads: a process that runs JAX must not fork.
+    """
     dataset.on_epoch_begin()
     try:
         number = dataset.num_batches
@@ -274,9 +265,7 @@ def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
     leaf = as_rows(leaf, path)
     if isinstance(leaf, SparseRows):
         return leaf
-    if _comes_from(leaf, "torch"):
-        leaf = _from_torch(leaf)
-    elif isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array__"):
+    if isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array__"):
         leaf = np.asarray(leaf)
     dtype = getattr(leaf, "dtype", None)
     # JAX counts bfloat16 and similar dtypes as numbers; NumPy does not.
@@ -299,14 +288,6 @@ def _off_mesh(array: PyTree) -> PyTree:
     if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
         return np.asarray(array)
     return array
-
-
-def _from_torch(tensor: "torch.Tensor") -> np.ndarray:
-    tensor = tensor.detach().cpu()
-    torch = sys.modules["torch"]
-    if tensor.dtype == torch.bfloat16:  # `tensor.numpy` raises for this dtype.
-        return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
-    return tensor.numpy()
 
 
 def _is_array(value: object) -> bool:
@@ -332,8 +313,3 @@ def _comes_from(value: object, package: str) -> bool:
     return any(
         kind.__module__.partition(".")[0] == package for kind in type(value).__mro__
     )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger("replicax").warning(message)

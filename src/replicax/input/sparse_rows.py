@@ -37,8 +37,6 @@ class SparseRows:
         columns: The entries' indices in the sparse dimensions 1 to `s - 1`.
         starts: `[B + 1]`; the entries of row `i` are `starts[i]:starts[i + 1]`.
         shape: Shape of the array.
-        is_sorted: The value for `BCOO.indices_sorted`.
-        is_unique: The value for `BCOO.unique_indices`.
         capacity: Replicas pad their rows to at least this number of entries.
     """
 
@@ -46,19 +44,12 @@ class SparseRows:
     columns: np.ndarray
     starts: np.ndarray
     shape: tuple[int, ...]
-    is_sorted: bool = False
-    is_unique: bool = False
     capacity: int = 0
 
     @property
     def dtype(self) -> np.dtype:
         """Type of the entries."""
         return self.data.dtype
-
-    @property
-    def num_entries(self) -> int:
-        """Number of stored entries."""
-        return len(self.data)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -115,8 +106,6 @@ class SparseRows:
             columns=np.concatenate([x.columns for x in arrays]),
             starts=np.concatenate([[0], np.cumsum(counts)]),
             shape=(len(counts), *arrays[0].shape[1:]),
-            is_sorted=all(x.is_sorted for x in arrays),
-            is_unique=all(x.is_unique for x in arrays),
         )
 
     def padded(self, size: int) -> sparse.BCOO:
@@ -124,7 +113,7 @@ class SparseRows:
 
         The added entries are zeros with indices out of bounds.
         """
-        num = self.num_entries
+        num = len(self.data)
         dtype = jax.dtypes.canonicalize_dtype(self.dtype)
         data = np.zeros((size, *self.data.shape[1:]), dtype)
         data[:num] = self.data
@@ -135,8 +124,8 @@ class SparseRows:
         indices[num:] = self.shape[:num_sparse]
         metadata = {
             "shape": self.shape,
-            "indices_sorted": self.is_sorted,
-            "unique_indices": self.is_unique,
+            "indices_sorted": False,
+            "unique_indices": False,
         }
         # The constructor would make JAX arrays.
         return sparse.BCOO.tree_unflatten(metadata, (data, indices))
@@ -158,7 +147,7 @@ class DividedRows:
 
     def __init__(self, rows: Sequence[SparseRows], min_capacity: int = 0) -> None:
         self._rows = list(rows)
-        largest = max(x.num_entries for x in self._rows)
+        largest = max(len(x.data) for x in self._rows)
         # A power of 2: few capacities, so JAX compiles few programs.
         power = 1 << max(0, largest - 1).bit_length()
         self.capacity = max(min_capacity, power, *(x.capacity for x in self._rows))
@@ -197,7 +186,7 @@ def whole(value: PyTree) -> PyTree:
     value = as_rows(value) if is_foreign(value) else value
     if not isinstance(value, SparseRows):
         return value
-    return jax.tree.map(jax.numpy.asarray, value.padded(value.num_entries))
+    return jax.tree.map(jax.numpy.asarray, value.padded(len(value.data)))
 
 
 def is_sparse(value: object) -> bool:
@@ -252,10 +241,7 @@ def _bcoo_rows(value: sparse.BCOO) -> PyTree:
         return np.asarray(value.todense())
     if value.n_batch:
         value = sparse.bcoo_update_layout(value, n_batch=0)
-    rows = _sparse_rows(np.asarray(value.data), np.asarray(value.indices), value.shape)
-    return dataclasses.replace(
-        rows, is_sorted=value.indices_sorted, is_unique=value.unique_indices
-    )
+    return _sparse_rows(np.asarray(value.data), np.asarray(value.indices), value.shape)
 
 
 def _foreign_rows(value: PyTree) -> SparseRows:

@@ -14,7 +14,7 @@ from jax import tree_util
 
 from replicax._util.types import PyTree
 from replicax.engine.composites import is_composite
-from replicax.input.sparse_rows import DividedRows, SparseRows
+from replicax.input.sparse_rows import SparseRows
 
 __all__ = [
     "Remainder",
@@ -24,7 +24,7 @@ __all__ = [
     "replicas_for",
     "rows_with_copies",
     "split_global_batch",
-    "stack_replica_batches",
+    "split_replica_batches",
 ]
 
 
@@ -219,20 +219,16 @@ def split_global_batch(
     return Split(batch=batch, mask=mask, num_dropped=num_dropped, num_active=num_active)
 
 
-def stack_replica_batches(
+def split_replica_batches(
     batches: Sequence[PyTree],
     num_replicas: int,
     remainder: Remainder | str = Remainder.KEEP,
 ) -> Split:
-    """Stack per-replica batches, the first for replica 0.
+    """Concatenate the per-replica batches of one step, and split them again.
 
-    At the end of an epoch there may be fewer batches than replicas, or a last batch
-    with fewer rows. Then the policy applies:
-
-    - `"keep"`: `k` equal batches go to the first `k` replicas; unequal batches are
-      concatenated, and split by `split_global_batch`.
-    - `"drop"`: all batches are dropped.
-    - `"pad"`: copies fill the missing rows and batches; the mask marks them.
+    With one equal batch per replica, the first batch is for replica 0. At the end of
+    the data there may be fewer batches, or a last batch with fewer rows. Then the
+    policy `"drop"` drops all batches; otherwise see `split_global_batch`.
 
     Raises:
         ValueError: If the batches differ in structure or shape; if batches or rows are
@@ -241,36 +237,20 @@ def stack_replica_batches(
     caller = "distribute_datasets_from_function"
     policy = Remainder.of(remainder, caller)
     sizes = [leading_size(batch, caller) for batch in batches]
-    is_uneven = len(set(sizes)) > 1
+    is_complete = sizes == sizes[:1] * num_replicas
     # Only a shorter last batch is the end of the data; other sizes are an error.
-    if is_uneven and (len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]):
-        policy = Remainder.ERROR
-    if is_uneven and policy is Remainder.KEEP:
-        return split_global_batch(
-            jax.tree.map(lambda *xs: _concatenate(xs), *batches), num_replicas
-        )
-    is_complete = not is_uneven and len(sizes) == num_replicas
-    if not is_complete and policy not in (Remainder.PAD, Remainder.KEEP):
-        if policy is Remainder.DROP:
-            return Split(batch=None, num_dropped=sum(sizes))
+    is_end = len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
+    if not is_end or (policy is Remainder.ERROR and not is_complete):
         raise ValueError(
             f"{caller}: one step needs {num_replicas} batches of equal size, one per "
             f"replica; got {len(sizes)} with sizes {sizes}. Drop the dataset's short "
             "batches (drop_remainder=True), repeat it, or pass remainder='keep' or "
             "'pad'."
         )
-    padded = [
-        jax.tree.map(lambda x, n=sizes[0] - size: _pad(x, n), batch)
-        for batch, size in zip(batches, sizes, strict=True)
-    ]
-    padded += padded[-1:] * (num_replicas - len(padded))
-    mask = num_active = None
-    if policy is Remainder.KEEP and not is_complete:
-        num_active = len(sizes)
-    if policy is Remainder.PAD:
-        num_real = np.array(sizes + [0] * (num_replicas - len(sizes)))
-        mask = np.arange(sizes[0]) < num_real[:, None]
-    return Split(batch=jax.tree.map(_stack, *padded), mask=mask, num_active=num_active)
+    if policy is Remainder.DROP and not is_complete:
+        return Split(batch=None, num_dropped=sum(sizes))
+    batch = jax.tree.map(lambda *xs: _concatenate(xs), *batches)
+    return split_global_batch(batch, num_replicas, policy)
 
 
 def leaf_name(path: tree_util.KeyPath) -> str:
@@ -286,11 +266,6 @@ def _rows(array: PyTree, num_replicas: int) -> PyTree:
     return array.reshape(num_replicas, per_replica, *array.shape[1:])
 
 
-def _pad(array: PyTree, num_rows: int) -> PyTree:
-    """Append copies of an array's last rows."""
-    return array[_padded_rows(array.shape[0], num_rows)] if num_rows else array
-
-
 def _padded_rows(size: int, num_rows: int) -> np.ndarray:
     """Return the numbers of `size` rows, then the last `num_rows` of them again."""
     rows = np.arange(size)
@@ -302,10 +277,3 @@ def _concatenate(arrays: Sequence[PyTree]) -> PyTree:
         return SparseRows.joined(arrays)
     numpy = jnp if any(isinstance(x, jax.Array) for x in arrays) else np
     return numpy.concatenate(arrays)
-
-
-def _stack(*arrays: PyTree) -> PyTree:
-    if isinstance(arrays[0], SparseRows):
-        return DividedRows(arrays)
-    numpy = jnp if any(isinstance(x, jax.Array) for x in arrays) else np
-    return numpy.stack(arrays)

@@ -326,7 +326,7 @@ def _sparse_batch(original: Original, x: PyTree) -> PyTree:
     if current_strategy() is None:
         return original(x)
     rows = as_rows(x)
-    return rows.padded(rows.num_entries)
+    return rows.padded(len(rows.data))
 
 
 def _to_backend_device(original: Original, device_name: PyTree) -> PyTree:
