@@ -144,6 +144,32 @@ def test_nnx_on_two_workers(tmp_path: Path) -> None:
     assert "epoch" not in other
 
 
+def test_equinox_on_one_device_and_on_two(tmp_path: Path) -> None:
+    arguments = ("equinox_digits.py", "--epochs=10", "--save=model.eqx")
+    one = run_example(*arguments, "--replicas=1", "--batch-size=64", cwd=tmp_path)
+    alone = np.load(tmp_path / "model.eqx")  # The first array of the file.
+    two = run_example(*arguments, "--replicas=2", "--batch-size=32", cwd=tmp_path)
+    assert len(losses_in(one)) == 10
+    assert losses_in(two) == pytest.approx(losses_in(one), rel=1e-3, abs=2e-4)
+    assert accuracy_in(two) == pytest.approx(accuracy_in(one), abs=0.003)
+    assert accuracy_in(two) > 0.95
+    np.testing.assert_allclose(np.load(tmp_path / "model.eqx"), alone, atol=2e-3)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200)
+def test_equinox_on_two_workers(tmp_path: Path) -> None:
+    script, arguments = EXAMPLES / "equinox_digits.py", ("--epochs=10",)
+    results = replicax.testing.run(
+        script, num_workers=2, args=arguments, deadline_seconds=180
+    )
+    chief, other = results["worker:0"].output, results["worker:1"].output
+    alone = run_example(script.name, *arguments, "--replicas=2", cwd=tmp_path)
+    assert losses_in(chief) == pytest.approx(losses_in(alone), rel=1e-3, abs=2e-4)
+    assert accuracy_in(chief) > 0.95
+    assert "epoch" not in other
+
+
 @pytest.mark.slow
 def test_multi_worker_alone(tmp_path: Path) -> None:
     output = run_example("multi_worker.py", "--epochs=6", cwd=tmp_path)

@@ -133,7 +133,7 @@ class Case:
         even: Whether to leave out the batch that does not divide.
         rtol: Sums of float32 in another order differ by 1e-6; steps of Adam by more,
             since they divide by small numbers.
-        jitted: Whether `jax.jit` on one device takes the arguments.
+        jit: Compiles the step for one device.
         donate: The argument `donate` of `run`.
     """
 
@@ -147,7 +147,7 @@ class Case:
     compared: Callable[[Any], Any] = lambda state: state
     even: bool = False
     rtol: float = 2e-5
-    jitted: bool = True
+    jit: Callable[[Any], Any] = jax.jit
     donate: tuple[int, ...] = ()
 
     def refusal(self, strategy: str) -> tuple[type[Exception], str] | None:
@@ -169,20 +169,11 @@ class Case:
                 return self.by_hand(num_replicas, state, batch)
             return self.step(replicas, state, batch)
 
-        if self.jitted:
-            step = self._jit(step)
         x, y = self.data()
         batches = [
             (x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)
         ]
-        return self._loop(step, state, batches)
-
-    def _jit(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        if not self.in_place:
-            return jax.jit(step)
-        from flax import nnx
-
-        return nnx.jit(step)
+        return self._loop(self.jit(step), state, batches)
 
     def actual(self, strategy: rx.Strategy) -> tuple[Any, list[Any]]:
         """What `strategy.run` makes of them."""

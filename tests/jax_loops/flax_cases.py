@@ -52,6 +52,29 @@ class Recurrent(nnx.Module):
         return self.rnn(x[..., None])[:, -1]
 
 
+class Attention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attention = nnx.MultiHeadAttention(2, 2, decode=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.attention(x.reshape(-1, 3, 2)).sum(2)
+
+
+class Rematerialized(MLP):
+    @nnx.remat
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x)
+
+
+class Switched(MLP):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        positive = lambda model, x: MLP.__call__(model, x)  # noqa: E731
+        negative = lambda model, x: -MLP.__call__(model, x)  # noqa: E731
+        return nnx.cond(
+            x.shape[0] * self.first.bias[0] >= 0, positive, negative, self, x
+        )
+
+
 class Layers(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         @nnx.split_rngs(splits=3)
@@ -131,7 +154,7 @@ def training(
 
 def nnx_case(**options: Any) -> Case:
     refused = options.pop("refused", {}) | CENTRAL
-    return Case(**{"in_place": True, "refused": refused} | options)
+    return Case(**{"in_place": True, "jit": nnx.jit, "refused": refused} | options)
 
 
 def mlp(replicas: Any) -> Any:
@@ -165,6 +188,17 @@ def dropped_by_parts(num: int, dropout: Any, batch: Any) -> Any:
         out.append(copy(x))
     dropout.rngs.count[...] = dropout.rngs.count[...] + 1
     return jnp.concatenate(out)
+
+
+def dropped_by_rngs(replicas: Any, rngs: Any, batch: Any) -> Any:
+    return nnx.Dropout(0.5)(batch[0], rngs=rngs)
+
+
+def by_rngs_by_parts(num: int, rngs: Any, batch: Any) -> Any:
+    dropout = nnx.Dropout(0.5, rngs=rngs)
+    out = dropped_by_parts(num, dropout, batch)
+    rngs.dropout.count[...] = dropout.rngs.count[...]
+    return out
 
 
 def global_norm(replicas: Any, norm: Any, batch: Any) -> Any:
@@ -244,7 +278,10 @@ NNX = {
     "Conv": training(Conv),
     "shared weights": training(Tied),
     "RNN": training(Recurrent),
+    "attention": training(Attention),
     "nnx.vmap and nnx.scan": training(Layers),
+    "nnx.remat": training(Rematerialized),
+    "nnx.cond": training(Switched),
     "LoRA": training(
         lambda rngs: nnx.LoRA(
             6, 2, 3, base_module=nnx.Linear(6, 3, rngs=rngs), rngs=rngs
@@ -272,6 +309,12 @@ NNX = {
         step=dropped,
         start=lambda _: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
         by_hand=dropped_by_parts,
+        even=True,
+    ),
+    "Rngs as an argument": nnx_case(
+        step=dropped_by_rngs,
+        start=lambda _: nnx.Rngs(dropout=0),
+        by_hand=by_rngs_by_parts,
         even=True,
     ),
     "evaluation": nnx_case(step=applied, start=mlp),
@@ -321,11 +364,6 @@ class Linen(linen.Module):
         return linen.Dense(3)(linen.relu(x))
 
 
-def train_state(tx: Any) -> Any:
-    params = Linen().init(jax.random.key(0), jnp.ones((1, 6)))
-    return TrainState.create(apply_fn=Linen().apply, params=params, tx=tx)
-
-
 def trains_linen(replicas: Any, state: Any, batch: Any) -> Any:
     def loss(params: Any) -> jax.Array:
         return loss_of(lambda x: state.apply_fn(params, x), batch)[0]
@@ -362,11 +400,57 @@ def linen_norm(replicas: Any) -> Any:
     return Linen(use_norm=True).init(jax.random.key(0), jnp.ones((1, 6)))
 
 
-LINEN = {
-    "TrainState": Case(
+class LinenRecurrent(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.RNN(linen.GRUCell(3))(x[..., None])[:, -1]
+
+
+class LinenAttention(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(-1, 3, 2)
+        return linen.MultiHeadDotProductAttention(num_heads=2)(x).sum(2)
+
+
+def linen_training(model: Any) -> Case:
+    def start(_: Any) -> Any:
+        params = model.init(jax.random.key(0), jnp.ones((1, 6)))
+        tx = optax.sgd(0.1, momentum=0.9)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    return Case(
         step=trains_linen,
-        start=lambda _: train_state(optax.sgd(0.1, momentum=0.9)),
+        start=start,
         compared=lambda state: (state.params, state.step),
+    )
+
+
+def linen_dropped(replicas: Any, key: Any, batch: Any) -> Any:
+    key, own = jax.random.split(key)
+    rngs = {"dropout": replicas.own_key(own)}
+    return key, linen.Dropout(0.5, deterministic=False).apply({}, batch[0], rngs=rngs)
+
+
+def linen_dropped_by_hand(num: int, key: Any, batch: Any) -> Any:
+    key, own = jax.random.split(key)
+    dropout = linen.Dropout(0.5, deterministic=False)
+    out = [
+        dropout.apply({}, x, rngs={"dropout": jax.random.fold_in(own, i)})
+        for i, (x, _) in enumerate(parts_of(batch, num))
+    ]
+    return key, jnp.concatenate(out)
+
+
+LINEN = {
+    "TrainState": linen_training(Linen()),
+    "RNN": linen_training(LinenRecurrent()),
+    "attention": linen_training(LinenAttention()),
+    "Dropout": Case(
+        step=linen_dropped,
+        start=lambda _: jax.random.key(0),
+        by_hand=linen_dropped_by_hand,
+        even=True,
     ),
     "BatchNorm, averaged": Case(
         step=statistics(use_mean=True),

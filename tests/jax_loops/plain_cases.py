@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import io_callback as io_callback_of_jax
 from tests.jax_loops.cases import (
     BATCH,
     SEVERAL,
@@ -232,6 +233,30 @@ def jit_in_the_step(replicas: Any, params: Any, batch: Any) -> Any:
     return descended(params, replicas.mean(grads)), None
 
 
+def whole_step_jitted(replicas: Any, params: Any, batch: Any) -> Any:
+    return jax.jit(functools.partial(sgd, replicas))(params, batch)
+
+
+def pure_callback(replicas: Any, params: Any, batch: Any) -> Any:
+    x, y = batch
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    x = jax.pure_callback(np.sin, shape, x, vmap_method="expand_dims")
+    return sgd(replicas, params, (x, y))
+
+
+def io_callback(replicas: Any, params: Any, batch: Any) -> Any:
+    params, loss = sgd(replicas, params, batch)
+    io_callback_of_jax(lambda loss: None, None, loss)
+    return params, loss
+
+
+def from_the_host(replicas: Any, params: Any, batch: Any) -> Any:
+    params, _ = sgd(replicas, params, batch)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    rate = io_callback_of_jax(lambda: np.float32(0.1), scalar)
+    return {**params, "w": params["w"] * rate}, None
+
+
 def growing(replicas: Any, state: Any, batch: Any) -> Any:
     return (*state, replicas.mean(loss_of(parameters(), batch))), None
 
@@ -261,7 +286,7 @@ PLAIN = {
     "strings and functions": Case(
         step=static_leaves,
         start=lambda _: (parameters(), "name", jnp.tanh),
-        jitted=False,
+        jit=lambda step: step,
     ),
     "typed keys": Case(step=equal_keys, start=with_parameters(jax.random.key(0))),
     "raw keys": Case(step=equal_keys, start=with_parameters(jax.random.PRNGKey(0))),
@@ -319,6 +344,12 @@ PLAIN = {
     ),
     "jvp of grad": Case(step=product_with_hessian, start=parameters),
     "jit in the step": Case(step=jit_in_the_step, start=parameters),
+    "jit of the step": Case(step=whole_step_jitted, start=parameters),
+    "pure_callback": Case(step=pure_callback, start=parameters),
+    "io_callback": Case(step=io_callback, start=parameters),
+    "io_callback into state": Case(
+        step=from_the_host, start=parameters, refused=DIVERGES
+    ),
     "growing state": Case(step=growing, start=lambda _: ()),
     # A bfloat16 has 8 bits.
     "bfloat16": Case(step=bfloat16, start=parameters, rtol=2e-2),
@@ -390,6 +421,59 @@ def plateau(combined: bool) -> Any:
     return Case(step=step, start=start, refused={} if combined else DIVERGES)
 
 
+def combined(replicas: Any, fn: Any) -> Any:
+    """The mean of `fn` over the replicas; its gradient is the mean of theirs."""
+
+    @jax.custom_vjp
+    def mean(params: Any) -> jax.Array:
+        return replicas.mean(fn(params))
+
+    def backward(grads: Any, cotangent: jax.Array) -> Any:
+        return (jax.tree.map(lambda g: cotangent * g, grads),)
+
+    mean.defvjp(lambda p: replicas.mean(jax.value_and_grad(fn)(p)), backward)
+    return mean
+
+
+def lbfgs(loss_in: Any, **options: Any) -> Case:
+    """`loss_in(replicas, batch)` is the loss in which the line search goes down."""
+    tx = optax.lbfgs()
+
+    def step(replicas: Any, state: Any, batch: Any) -> Any:
+        params, moments = state
+        loss = loss_in(replicas, batch)
+        value, grad = jax.value_and_grad(loss)(params)
+        updates, moments = replicas.distributed(tx).update(
+            grad, moments, params, value=value, grad=grad, value_fn=loss
+        )
+        return (optax.apply_updates(params, updates), moments), value
+
+    def start(replicas: Any) -> Any:
+        return parameters(), replicas.distributed(tx).init(parameters())
+
+    return Case(
+        step=step,
+        start=start,
+        compared=lambda state: state[0],
+        # A line search compares losses, and divides their differences.
+        rtol=2e-3,
+        **options,
+    )
+
+
+def loss_of_all_rows(replicas: Any, batch: Any) -> Any:
+    rows = jax.tree.map(replicas.gather, batch)
+    return lambda params: loss_of(params, rows)
+
+
+def loss_of_own_rows(replicas: Any, batch: Any) -> Any:
+    return lambda params: loss_of(params, batch)
+
+
+def combined_loss(replicas: Any, batch: Any) -> Any:
+    return combined(replicas, loss_of_own_rows(replicas, batch))
+
+
 def accumulating(**options: Any) -> Case:
     """Each replica adds up its own gradients, and they are combined at every second."""
 
@@ -439,4 +523,7 @@ OPTAX = {
     "lookahead": Case(step=lookahead, start=lookahead_start, compared=lambda s: s[0]),
     "plateau": plateau(combined=True),
     "plateau, own loss": plateau(combined=False),
+    "lbfgs, gathered rows": lbfgs(loss_of_all_rows),
+    "lbfgs, combined loss": lbfgs(combined_loss),
+    "lbfgs, own loss": lbfgs(loss_of_own_rows, refused=DIVERGES),
 }

@@ -4,10 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 from tests.jax_loops.cases import STRATEGIES, Case, assert_equal
+from tests.jax_loops.equinox_cases import EQUINOX
 from tests.jax_loops.flax_cases import LINEN, NNX
 from tests.jax_loops.plain_cases import OPTAX, PLAIN
 
-TABLES = {"plain": PLAIN, "optax": OPTAX, "nnx": NNX, "linen": LINEN}
+TABLES = {
+    "plain": PLAIN,
+    "optax": OPTAX,
+    "nnx": NNX,
+    "linen": LINEN,
+    "equinox": EQUINOX,
+}
 # Several devices with several replicas each; the other columns are slow.
 QUICK = "virtual"
 

@@ -18,6 +18,7 @@ from replicax._util.arrays import holds_numbers
 from replicax._util.types import PyTree, TreeStructure
 from replicax.engine.cache import static_key
 from replicax.engine.composites import described, is_composite, is_foreign
+from replicax.engine.module_numbers import numbers_in_modules
 from replicax.engine.values import (
     ARRAY_TYPES,
     PerReplica,
@@ -241,8 +242,9 @@ def flatten_call(
     """Separate the arrays in the arguments of `strategy.run` from everything else.
 
     Each replica gets its entry of a `PerReplica`, and the whole of other arrays and of
-    Python numbers. Other leaves (booleans, strings, models, variables) are constants of
-    the program. `place` transfers an array to the replicas' devices.
+    Python numbers. Other leaves (booleans, strings, models, variables, and numbers in
+    Equinox modules) are constants of the program. `place` transfers an array to the
+    replicas' devices.
 
     Raises:
         TypeError: For arrays of strings, dates or objects, and for sparse arrays of
@@ -255,7 +257,8 @@ def flatten_call(
     arrays, kinds, statics, key = [], [], [], []
     lines: dict[int, Callable[[], str | None]] = {}
     is_uneven = False
-    for leaf in flat:
+    constants = numbers_in_modules(flat, structure)
+    for number, leaf in enumerate(flat):
         if isinstance(leaf, PerReplica):
             is_uneven = is_uneven or leaf.num_active is not None
             if leaf.find_line is not None:
@@ -267,7 +270,11 @@ def flatten_call(
         elif (
             isinstance(leaf, jax.Array | np.ndarray | np.generic)
             and not isinstance(leaf, str | bytes)  # Strings of NumPy.
-        ) or (isinstance(leaf, _PYTHON_NUMBERS) and not isinstance(leaf, bool)):
+        ) or (
+            isinstance(leaf, _PYTHON_NUMBERS)
+            and not isinstance(leaf, bool)
+            and number not in constants
+        ):
             kind = Kind.MIRRORED
             if isinstance(leaf, np.ndarray | np.generic) and not holds_numbers(leaf):
                 raise TypeError(

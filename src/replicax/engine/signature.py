@@ -12,6 +12,7 @@ import numpy as np
 from replicax._util.types import JSON, PyTree
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.composites import require_dense
+from replicax.engine.module_numbers import numbers_in_modules
 from replicax.engine.values import is_per_replica
 from replicax.engine.variables import Variable
 
@@ -35,15 +36,19 @@ class ResultStructure:
                 )
         require_dense(out, f"{name}, as a result")
         leaves, self._structure = jax.tree.flatten(out)
-        self._constants = [None if _is_array_like(x) else x for x in leaves]
+        numbers = numbers_in_modules(leaves, self._structure)
+        self._constants = [
+            None if _is_array_like(x) and i not in numbers else x
+            for i, x in enumerate(leaves)
+        ]
         self.num_arrays = self._constants.count(None)
 
     def arrays(self, out: PyTree) -> list[jax.Array]:
-        """The arrays in results of this structure; numbers become arrays."""
+        """The arrays in results of this structure; other numbers become arrays."""
         return [
             jnp.asarray(x.value if isinstance(x, keras.Variable) else x)
-            for x in jax.tree.leaves(out)
-            if _is_array_like(x)
+            for x, constant in zip(jax.tree.leaves(out), self._constants, strict=True)
+            if constant is None
         ]
 
     def unflatten(self, arrays: Sequence[PyTree]) -> PyTree:

@@ -270,7 +270,7 @@ class OwnJit(ABC):
         shapes they compare the program; later calls communicate nothing.
 
         Args:
-            step: A function compiled by `jax.jit`, or by `nnx.jit`.
+            step: A function compiled by `jax.jit`, `nnx.jit` or `eqx.filter_jit`.
             num_steps: Number of training steps in one call, such as of a `lax.scan`.
 
         Returns:
