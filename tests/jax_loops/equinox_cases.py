@@ -63,14 +63,20 @@ class WithNorm(eqx.Module):
         return self.linear(x), state
 
 
+def first_weight(layers: Any) -> Any:
+    return layers[0].weight
+
+
+def last_weight(layers: Any) -> Any:
+    return layers[1].weight
+
+
 class Tied(eqx.Module):
     shared: eqx.nn.Shared
 
     def __init__(self) -> None:
         layers = [eqx.nn.Linear(6, 6, key=k) for k in jax.random.split(KEY)]
-        self.shared = eqx.nn.Shared(
-            layers, lambda x: x[1].weight, lambda x: x[0].weight
-        )
+        self.shared = eqx.nn.Shared(layers, last_weight, first_weight)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         first, last = self.shared()

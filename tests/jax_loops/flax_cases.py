@@ -195,10 +195,13 @@ def dropped_by_rngs(replicas: Any, rngs: Any, batch: Any) -> Any:
 
 
 def by_rngs_by_parts(num: int, rngs: Any, batch: Any) -> Any:
-    dropout = nnx.Dropout(0.5, rngs=rngs)
-    out = dropped_by_parts(num, dropout, batch)
-    rngs.dropout.count[...] = dropout.rngs.count[...]
-    return out
+    out, stream = [], rngs.dropout
+    for i, (x, _) in enumerate(parts_of(batch, num)):
+        copy, key = nnx.clone(rngs), stream.key[...]
+        copy.dropout.key[...] = key if num == 1 else jax.random.fold_in(key, i)
+        out.append(nnx.Dropout(0.5)(x, rngs=copy))
+    stream.count[...] = stream.count[...] + 1
+    return jnp.concatenate(out)
 
 
 def global_norm(replicas: Any, norm: Any, batch: Any) -> Any:

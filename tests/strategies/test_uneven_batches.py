@@ -8,6 +8,7 @@ order, in float32.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import keras
@@ -86,6 +87,20 @@ def test_values_leave_copies_out() -> None:
     assert mapped.num_active == 3
     both = jax.tree.map(jnp.add, batch, strategy.run(lambda x: x, args=(batch,)))
     assert both.is_batch
+
+
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit, jax.checkpoint])
+def test_a_jitted_function_is_traced_for_each_number_of_replicas(jit: Any) -> None:
+    """Both batches have 2 rows a replica; the second is on 3 of the 4 replicas."""
+    strategy = mirrored(4)
+
+    @jit
+    def mean(x: Any) -> Any:
+        return rx.get_replica_context().all_reduce("mean", x.mean())
+
+    batches = strategy.experimental_distribute_dataset(X[:14], batch_size=8)
+    means = [strategy.run(lambda x: mean(x), args=(x,)) for x in batches]
+    require_close(means, [X[:8].mean(), X[8:14].mean()])
 
 
 def test_variables_and_the_context_leave_them_out() -> None:

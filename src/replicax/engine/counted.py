@@ -1,12 +1,13 @@
 """Sums over the replicas that *count* in a step: those with examples of the batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from replicax._util.types import PyTree
+from replicax.engine.cache import Identity
 from replicax.engine.checks.divergence import declare_mirrored
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.group import ReplicaGroup
@@ -24,6 +25,19 @@ class CountedReplicas:
         self._group = group
         self._gradient_op = gradient_op
         self._num_active = num_active
+
+    @property
+    def trace_key(self) -> Hashable:
+        """Equal for contexts in which a function has equal traces."""
+        group, options = self._group, self._group.communication
+        if group.num_replicas == 1:
+            return None
+        return (
+            *(group.num_replicas, group.num_per_device),
+            *(self._gradient_op, self._num_active),
+            *(options.bytes_per_pack, options.compression),
+            Identity(options.gradient_hook),
+        )
 
     @property
     def loss_scale(self) -> int:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+import jax
 import keras
 
 from replicax._private.keras import current_scope, set_current_scope
@@ -27,6 +28,10 @@ __all__ = [
     "required_context",
 ]
 
+
+# JAX caches traces of functions that are jitted inside of the replica function. They
+# depend on the context, such as on the number of replicas that hold examples.
+_traced_in = jax.make_user_context(None)
 
 T = TypeVar("T")
 Call: TypeAlias = tuple[str, keras.Model | None]
@@ -75,7 +80,8 @@ def entered_context(context: "ReplicaContext | None") -> Generator[None]:
     """Make `context` the thread's replica context; None hides an outer one."""
     outer, _state.context = _state.context, context
     try:
-        yield
+        with _traced_in(None if context is None else context.trace_key):
+            yield
     finally:
         _state.context = outer
 
