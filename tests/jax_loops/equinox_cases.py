@@ -355,7 +355,7 @@ EQUINOX = {
     "Conv": training(Conv),
     "RNN": training(Recurrent),
     "attention": training(Attention),
-    "shared leaves": training(Tied),
+    "shared leaves": training(Tied, compared=parameters_of),
     "stacked layers and scan": training(Layers),
     "filter_vmap of filter_grad": module_case(
         step=vmap_of_grad, start=lambda _: mlp(), even=True
