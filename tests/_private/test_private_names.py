@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import flax.nnx
 import grain
 import jax
 import keras
@@ -155,6 +156,9 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_backend_factories": [module_of("jax._src.xla_bridge")],
     "_platform_specific_lowerings": [lambda: mlir],
     "_lowerings": [lambda: mlir],
+    # Flax.
+    "_raw_value": [lambda: flax.nnx.Variable(0)],
+    "_trace_state": [lambda: flax.nnx.Variable(0)],
     # Grain.
     "_parents": [random_map],
     "_seed": [random_map],

@@ -277,13 +277,9 @@ def test_a_repeated_call_is_not_flattened_leaf_by_leaf(strategy: rx.Strategy) ->
     rows = jax.device_put(jnp.arange(4.0).reshape(2, 2), strategy.group.per_replica)
     flatten({"w": rx.PerReplica(rows), "b": state(3.0)["b"]})
     result = rx.PerReplica(rows, num_active=1)
-    for batch in (
-        rx.PerReplica(rows, num_active=1, is_batch=True),
-        rx.PerReplica(rows, num_active=1),
-    ):
-        assert flatten(batch, result).num_active == 1
-    assert flatten(rx.PerReplica(rows, is_batch=True), result).num_active is None
-    assert flatten(rx.PerReplica(rows), result).num_active == 1
+    assert flatten(rx.PerReplica(rows, num_active=1), result).num_active == 1
+    with pytest.raises(ValueError, match=r"all in args\[0\], 1 in args\[1\]"):
+        flatten(rx.PerReplica(rows), result)
 
 
 def test_mutable_arrays_are_refused(strategy: rx.Strategy) -> None:

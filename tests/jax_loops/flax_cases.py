@@ -338,7 +338,7 @@ NNX = {
         step=closure,
         start=mlp,
         in_place=True,
-        refused={NOT_CENTRAL: (TypeError, "OUTER")} | CENTRAL,
+        refused={NOT_CENTRAL: (TypeError, "reads an NNX variable")} | CENTRAL,
     ),
     "sow": Case(
         step=applied,

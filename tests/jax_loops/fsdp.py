@@ -66,7 +66,7 @@ def compiled(topology: str, *, by_hand: bool) -> Program:
             strategy = rx.FullyShardedStrategy()
             params = strategy.init(make_params, jax.random.key(0))
             state = (params, strategy.init(optimizer.init, params))
-            rows = rx.PerReplica(np.zeros((8, ROWS, WIDTH), "float32"), is_batch=True)
+            rows = rx.PerReplica(np.zeros((8, ROWS, WIDTH), "float32"))
             batch = strategy.global_batch((rows, rows))
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
     program = compile_lowered(lowered, devices)

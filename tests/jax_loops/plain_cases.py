@@ -335,6 +335,11 @@ PLAIN = {
         compared=lambda _: None,
         even=True,
     ),
+    "per_replica, uneven": Case(
+        step=own_state,
+        start=lambda replicas: replicas.per_replica(np.float32(0)),
+        refused={SEVERAL: (ValueError, r"all in args\[0\], 1 in args\[1\]\[0\]")},
+    ),
     "debug.print": Case(step=printed, start=parameters),
     "pmean": Case(step=by_axis_names, start=parameters, even=True),
     "pmean, uneven": Case(

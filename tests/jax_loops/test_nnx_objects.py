@@ -1,5 +1,9 @@
 """Flax NNX objects among the arguments of `run`, against a loop on one device."""
 
+import copy
+import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -336,26 +340,85 @@ def test_refused_steps(fn: Any, error: type[Exception], match: str) -> None:
 OUTER = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
 
+@dataclasses.dataclass
 class Trainer:
     """Holds a model, as a class of a user may."""
 
-    def __init__(self) -> None:
-        self.model = OUTER
+    model: nnx.Linear
 
     def step(self, x: jax.Array) -> jax.Array:
         return self.model(x)
 
 
-def test_closed_over_objects_are_refused() -> None:
+def reads_a_global(x: jax.Array) -> jax.Array:
+    return OUTER(x)
+
+
+def reads_a_default(x: jax.Array, model: nnx.Linear = OUTER) -> jax.Array:
+    return model(x)
+
+
+def reads_an_attribute(x: jax.Array) -> jax.Array:
+    return reads_an_attribute.apply(x)
+
+
+reads_an_attribute.apply = reads_a_global
+
+
+@functools.wraps(reads_a_global)
+def reads_what_is_wrapped(x: jax.Array) -> jax.Array:
+    return inspect.unwrap(reads_what_is_wrapped)(x)
+
+
+def reads_the_state(x: jax.Array) -> jax.Array:
+    return x * jax.tree.leaves(nnx.split(OUTER)[1])[0].sum()
+
+
+def reads_a_copy(x: jax.Array) -> jax.Array:
+    return copy.deepcopy(OUTER)(x)
+
+
+def reads_in_a_transformation(x: jax.Array) -> jax.Array:
+    return nnx.vmap(OUTER)(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "others"),
+    [
+        (reads_a_global, ()),
+        (reads_a_default, ()),
+        (reads_an_attribute, ()),
+        (reads_what_is_wrapped, ()),
+        (reads_the_state, ()),
+        (reads_a_copy, ()),
+        (reads_in_a_transformation, ()),
+        (Trainer(OUTER).step, ()),
+        (Trainer(Trainer(OUTER)).step, ()),
+        (lambda x, fn: fn(x), (reads_an_attribute,)),
+        (lambda x, fn: fn(x), (functools.partial(reads_a_default, model=OUTER),)),
+        (lambda x, trainer: trainer.step(x), (Trainer(OUTER),)),
+        (lambda x, trainers: trainers[0].model(x), ([Trainer(OUTER)],)),
+    ],
+)
+def test_objects_that_are_no_arguments_are_refused(fn: Any, others: Any) -> None:
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
-    closed_over = {"model": OUTER}
-    for fn, name in [
-        (lambda x: OUTER(x), "OUTER"),
-        (lambda x: closed_over["model"](x), r"closed_over\['model'\]"),
-        (Trainer().step, "self.model"),
-    ]:
-        with pytest.raises(TypeError, match=f"uses {name}, an NNX object"):
-            strategy.run(fn, args=(jnp.ones((1, 2)),))
+    expected = r"reads an NNX variable, Param of float32\[2(,2)?\].*Pass the object"
+    with pytest.raises(TypeError, match=expected):
+        strategy.run(fn, args=(jnp.ones((1, 2)), *others))
+    assert isinstance(OUTER.kernel[...], jax.Array)
+
+
+def test_static_attributes_of_other_objects_may_be_used() -> None:
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def scaled(model: nnx.Linear) -> jax.Array:
+        new = nnx.Linear(OUTER.in_features, 2, rngs=nnx.Rngs(1))
+        return model.kernel + new.kernel
+
+    np.testing.assert_array_equal(
+        strategy.run(scaled, args=(OUTER,)),
+        OUTER.kernel + nnx.Linear(2, 2, rngs=nnx.Rngs(1)).kernel,
+    )
 
 
 def test_an_object_of_another_strategy_is_refused() -> None:

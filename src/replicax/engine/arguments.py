@@ -23,7 +23,6 @@ from replicax.engine.values import (
     ARRAY_TYPES,
     PerReplica,
     is_per_replica,
-    num_active_in,
     spread,
 )
 from replicax.errors import DivergenceError
@@ -249,7 +248,7 @@ def flatten_call(
     Raises:
         TypeError: For arrays of strings, dates or objects, and for sparse arrays of
             packages other than JAX.
-        ValueError: If two batches have different numbers of replicas with examples.
+        ValueError: If `PerReplica`s have different numbers of replicas with examples.
     """
     flat, structure = jax.tree.flatten(
         (tuple(args), dict(kwargs)), is_leaf=is_per_replica
@@ -310,7 +309,32 @@ def flatten_call(
         key=(structure, tuple(key)),
         arrays=arrays,
         make_arguments=lambda: Arguments(structure, kinds, statics, lines),
-        num_active=num_active_in(flat, "Strategy.run") if is_uneven else None,
+        num_active=_num_active_in(args, kwargs) if is_uneven else None,
+    )
+
+
+def _num_active_in(args: PyTree, kwargs: PyTree) -> int | None:
+    """The number of replicas that hold examples in a call's arguments; None: all."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        (args, kwargs), is_leaf=lambda x: isinstance(x, PerReplica | Iterator)
+    )
+    numbers: dict[int | None, str] = {}
+    for path, x in leaves:
+        if isinstance(x, PerReplica):
+            numbers.setdefault(x.num_active, argument_name(path))
+    if len(numbers) == 1:
+        return next(iter(numbers))
+    listed = ", ".join(
+        f"{'all' if number is None else number} in {name}"
+        for number, name in numbers.items()
+    )
+    raise ValueError(
+        "Strategy.run: the arguments are of different numbers of replicas that hold "
+        f"examples: {listed}. The other replicas compute on copies, so a state of each "
+        "replica would be wrong. Use batches that divide by the number of replicas, "
+        "such as with remainder='drop'; combine earlier results with strategy.reduce "
+        "or strategy.gather; or keep the state equal on all replicas, with "
+        "rx.get_replica_context().all_reduce."
     )
 
 
@@ -364,7 +388,7 @@ class CallFlattener:
             )
         call = flatten_call(args, kwargs, self._place)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
-        # `structure` does not say which values are batches, so none may be uneven.
+        # The arguments may be of different numbers of replicas, so none is uneven.
         if all(getattr(x, "num_active", None) is None for x in leaves) and all(
             map(operator.is_, flat, call.arrays)
         ):

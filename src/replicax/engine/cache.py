@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 
-__all__ = ["Identity", "ProgramCache", "function_key", "referred_values"]
+__all__ = ["Identity", "ProgramCache", "function_key"]
 
 _logger = logging.getLogger("replicax")
 
@@ -75,10 +75,6 @@ class _KeyOfFunction:
     def refers_to(self, fn: types.FunctionType) -> bool:
         """Whether the function is one of the objects that its key depends on."""
         return any(x is fn for *_, x in [*self._cells, *self._names])
-
-    def values(self) -> list[tuple[str, object]]:
-        """The closed-over values and globals by name, also those of inner functions."""
-        return [(name, value) for _, name, value in [*self._cells, *self._names]]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Pickle as None: a pickled function takes its attributes along."""
@@ -170,16 +166,6 @@ def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Has
     if with_globals and not new.refers_to(fn):  # Avoid a reference cycle.
         fn.__dict__[_KEY] = new
     return new.key
-
-
-def referred_values(fn: Callable[..., PyTree]) -> list[tuple[str, object]]:
-    """The values by name that a function uses and that are no arguments of it."""
-    owner = getattr(fn, "__self__", None)
-    attributes = [(f"self.{k}", x) for k, x in getattr(owner, "__dict__", {}).items()]
-    fn = getattr(fn, "__func__", fn)
-    if not isinstance(fn, types.FunctionType):
-        return attributes
-    return attributes + _KeyOfFunction(fn).values()
 
 
 @functools.lru_cache(maxsize=4096)

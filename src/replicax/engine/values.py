@@ -3,9 +3,8 @@
 Legend: `R` replicas, `b` examples per replica, `B = R * b` in the global batch.
 """
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import jax.core
@@ -23,7 +22,6 @@ __all__ = [
     "PerReplica",
     "is_per_replica",
     "note_num_active",
-    "num_active_in",
     "num_active_of",
     "spread",
 ]
@@ -58,8 +56,6 @@ class PerReplica:
         num_active: Only the first `num_active` replicas hold examples; None: all. The
             others compute on copies, which `values`, `strategy.reduce` and
             `strategy.gather` leave out.
-        is_batch: Whether the value is from a distributed dataset: `strategy.run` then
-            uses its `num_active` and ignores that of other arguments.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -67,14 +63,11 @@ class PerReplica:
         (np.float64(1.0), np.float64(2.0))
     """
 
-    __slots__ = ("array", "find_line", "is_batch", "num_active")
+    __slots__ = ("array", "find_line", "num_active")
 
-    def __init__(
-        self, array: PyTree, num_active: int | None = None, *, is_batch: bool = False
-    ) -> None:
+    def __init__(self, array: PyTree, num_active: int | None = None) -> None:
         self.array = array
         self.num_active = num_active
-        self.is_batch = is_batch
         # Of a result of `run`: returns the user's line that computes it, if any.
         self.find_line: Callable[[], str | None] | None = None
 
@@ -107,7 +100,7 @@ class PerReplica:
 
     def with_array(self, array: PyTree) -> "PerReplica":
         """A `PerReplica` of another array `[R, ...]`, for the same replicas."""
-        return PerReplica(array, self.num_active, is_batch=self.is_batch)
+        return PerReplica(array, self.num_active)
 
     def __array__(
         self, dtype: DTypeLike | None = None, copy: bool | None = None
@@ -259,54 +252,16 @@ def _uncommitted(array: PyTree) -> PyTree:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _PerReplicaData:
-    """The static part of a `PerReplica` in a tree's structure.
-
-    `is_batch` is not compared, so that a batch and a result can be mapped together.
-    """
-
-    num_active: int | None
-    is_batch: bool = dataclasses.field(compare=False)
-
-
 tree_util.register_pytree_node(
     PerReplica,
-    lambda value: ((value.array,), _PerReplicaData(value.num_active, value.is_batch)),
-    lambda data, children: PerReplica(
-        children[0], data.num_active, is_batch=data.is_batch
-    ),
+    lambda value: ((value.array,), value.num_active),
+    lambda num_active, children: PerReplica(children[0], num_active),
 )
 
 
 def is_per_replica(value: object) -> bool:
     """Whether `value` is a `PerReplica`; an `is_leaf` function."""
     return isinstance(value, PerReplica)
-
-
-def num_active_in(leaves: Iterable[object], name: str) -> int | None:
-    """The number of replicas that hold examples in a call's arguments; None: all.
-
-    If there are batches, only their `num_active` counts: results of earlier calls may
-    then be state, such as weights. Without batches, that of earlier results counts.
-
-    Raises:
-        ValueError: If the numbers differ; `name` is the call in the message.
-    """
-    values = [x for x in leaves if isinstance(x, PerReplica)]
-    batches = [x for x in values if x.is_batch]
-    numbers = {x.num_active for x in batches or values}
-    if not batches:
-        numbers.discard(None)
-    if len(numbers) > 1:
-        listed = ", ".join(map(repr, batches or values))
-        raise ValueError(
-            f"{name}: got values of batches with different numbers of replicas that "
-            f"hold examples: {listed}. Combine earlier results with strategy.reduce or "
-            "strategy.gather, or choose a batch size that divides by the number of "
-            "replicas."
-        )
-    return numbers.pop() if numbers else None
 
 
 _num_active: dict[int, int] = {}

@@ -100,22 +100,16 @@ def stacked_values(
 
 
 def per_replica(
-    stacked: PyTree,
-    sharding: NamedSharding,
-    num_active: int | None = None,
-    *,
-    is_batch: bool = False,
+    stacked: PyTree, sharding: NamedSharding, num_active: int | None = None
 ) -> PyTree:
     """Place host arrays and `DividedRows`, `[R, ...]`, on this process' devices.
 
-    Each leaf becomes a `PerReplica`. For `num_active` and `is_batch` see `PerReplica`.
+    Each leaf becomes a `PerReplica`. For `num_active` see there.
     """
     flat, structure = jax.tree.flatten(stacked)
     arrays = [x.stacked() if isinstance(x, DividedRows) else x for x in flat]
     placed = device_put.rows(arrays, sharding)
-    return structure.unflatten(
-        PerReplica(x, num_active, is_batch=is_batch) for x in placed
-    )
+    return structure.unflatten(PerReplica(x, num_active) for x in placed)
 
 
 def _stack(*values: PyTree) -> np.ndarray | DividedRows:

@@ -186,10 +186,7 @@ class DistributedInput(ABC):
         if self._element_spec is None:
             self._element_spec = jax.tree.map(_spec, value)
         return per_replica(
-            jax.tree.map(_unaliased, value),
-            self._sharding,
-            split.num_active,
-            is_batch=True,
+            jax.tree.map(_unaliased, value), self._sharding, split.num_active
         )
 
     @property

@@ -28,12 +28,13 @@ from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 
 from replicax._private import keras as internals
+from replicax._private.flax import observed_reads
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 from replicax.checkpoint.nnx_variables import is_nnx_object
 from replicax.engine import device_put
 from replicax.engine.arguments import Placeholder, argument_name
-from replicax.engine.cache import ProgramCache, referred_values
+from replicax.engine.cache import ProgramCache
 from replicax.engine.composites import is_key
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.replica import ReplicaContext
@@ -42,7 +43,7 @@ from replicax.engine.values import ARRAY_TYPES, PerReplica
 from replicax.engine.variables import Variable
 from replicax.jax_loops.nnx_metrics import combined_welfords, summed_variables
 
-__all__ = ["NNXObjects", "ObjectCall", "refuse_closed_over", "take_apart"]
+__all__ = ["NNXObjects", "ObjectCall", "only_arguments_read", "take_apart"]
 
 
 class ObjectCall(NamedTuple):
@@ -317,15 +318,22 @@ class NNXObjects:
             variable.assign(new)
 
 
-def refuse_closed_over(fn: Callable[..., PyTree], caller: str) -> None:
-    """Raise a TypeError if a function uses an NNX object that is no argument of it."""
-    if "flax.nnx" not in sys.modules:
-        return
-    for name, value in referred_values(fn):
-        for path, kind in _objects_in(value):
-            raise TypeError(
-                f"{caller}: the function uses {name}{path}, an NNX object ({kind}) "
-                "that is no argument, so its present values would be compiled in. Pass "
-                "it: strategy.run(fn, args=(model, batch)). The function may change it "
-                "in place."
-            )
+@contextlib.contextmanager
+def only_arguments_read(caller: str) -> Generator[None]:
+    """Raise a TypeError if a traced function reads an NNX variable of no argument."""
+
+    def refuse(variable: str, content: Any) -> None:
+        kinds = [str(jax.typeof(x)) for x in jax.tree.leaves(content)]
+        raise TypeError(
+            f"{caller}: the function reads an NNX variable, {variable} of "
+            f"{', '.join(kinds)}, of an object that is no argument, so its present "
+            "value would be compiled in. The traceback shows the line. Pass the "
+            "object: strategy.run(fn, args=(model, batch)). The function may change "
+            "it in place."
+        )
+
+    if "flax.nnx" in sys.modules:
+        with observed_reads(refuse):
+            yield
+    else:
+        yield

@@ -257,6 +257,14 @@ def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return original(*args, **kwargs)
 
 
+def _save_model(
+    original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    """Save a model; an optimizer without a config raises before the file is opened."""
+    model.get_compile_config()
+    return _read_all(original, model, *args, **kwargs)
+
+
 def _assign_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Assign all variables of a layer, between two steps of other threads."""
     with threads.order:
@@ -361,7 +369,7 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "Layer.add_loss": _add_loss,
     "Layer.get_weights": _read_all,
     "Layer.set_weights": _assign_all,
-    "saving_lib.save_model": _read_all,
+    "saving_lib.save_model": _save_model,
     "saving_lib.save_weights_only": _read_all,
     "saving_lib.load_weights_only": _assign_all,
     "Mean.update_state": _in_replica(reductions.update_mean),

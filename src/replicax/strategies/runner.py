@@ -36,7 +36,11 @@ from replicax.engine.variables import UndeclaredVariableError
 from replicax.errors import ContextError
 from replicax.input.distributed import DistributedInput
 from replicax.input.sources import is_dataset
-from replicax.jax_loops.nnx_objects import NNXObjects, refuse_closed_over, take_apart
+from replicax.jax_loops.nnx_objects import (
+    NNXObjects,
+    only_arguments_read,
+    take_apart,
+)
 
 __all__ = [
     "ProgramRunner",
@@ -182,14 +186,17 @@ class ProgramRunner:
         arguments = call.make_arguments()
         _refuse_datasets(arguments.statics)
         name = f"{current_call()}({describe(fn)})"
-        refuse_closed_over(fn, name)
         if arguments.has_differing_results:
             key = function_key(fn)
             for program in self.programs:
                 if function_key(program.fn) == key:
                     arguments.require_equal_as(program.arguments, name)
         # One trace at a time: layers note in themselves what a trace has added to them.
-        with threads.order, Announced(f"tracing {name}"):
+        with (
+            threads.order,
+            Announced(f"tracing {name}"),
+            only_arguments_read(name),
+        ):
             program = Program(fn, self.group, arguments, call.arrays, options)
         self._strategy.home.require_owned(program.variables, program.name)
         return program

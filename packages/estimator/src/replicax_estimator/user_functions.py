@@ -160,9 +160,7 @@ def _group(
             num_active = len(step) if len(step) < num_replicas else None
             step += step[-1:] * (num_replicas - len(step))
             yield jax.tree.map(
-                lambda *parts, n=num_active: rx.PerReplica(
-                    np.concatenate(parts), n, is_batch=True
-                ),
+                lambda *parts, n=num_active: rx.PerReplica(np.concatenate(parts), n),
                 *step,
             )
 
