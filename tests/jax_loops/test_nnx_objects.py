@@ -393,7 +393,6 @@ def reads_in_a_transformation(x: jax.Array) -> jax.Array:
         (reads_a_copy, ()),
         (reads_in_a_transformation, ()),
         (Trainer(OUTER).step, ()),
-        (Trainer(Trainer(OUTER)).step, ()),
         (lambda x, fn: fn(x), (reads_an_attribute,)),
         (lambda x, fn: fn(x), (functools.partial(reads_a_default, model=OUTER),)),
         (lambda x, trainer: trainer.step(x), (Trainer(OUTER),)),
