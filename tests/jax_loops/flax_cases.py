@@ -278,6 +278,19 @@ NNX = {
             nnx.Optimizer(model, r.distributed(optax.sgd(0.1)), wrt=nnx.Param),
         ),
     ),
+    "Welford, reset": nnx_case(
+        step=lambda _, metric, batch: (
+            metric.reset(),
+            metric.update(values=batch[0]),
+        )[1],
+        start=lambda _: nnx.metrics.Welford(),
+    ),
+    "Welford, not changed": nnx_case(
+        step=lambda _, metric, batch: nnx.cond(
+            batch[1].sum() < 0, lambda m: m.reset(), lambda _: None, metric
+        ),
+        start=lambda _: nnx.metrics.Welford(),
+    ),
     "Conv": training(Conv),
     "shared weights": training(Tied),
     "RNN": training(Recurrent),

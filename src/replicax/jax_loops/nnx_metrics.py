@@ -1,14 +1,18 @@
 """How the state of NNX metrics is combined over the replicas."""
 
 import contextlib
+import operator
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from replicax.engine.replica import ReplicaContext
 
 __all__ = ["combined_welfords", "summed_variables"]
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 def summed_variables(objects: tuple[Any, ...]) -> set[int]:
@@ -28,33 +32,45 @@ def summed_variables(objects: tuple[Any, ...]) -> set[int]:
 def combined_welfords(
     objects: tuple[Any, ...], context: ReplicaContext
 ) -> Generator[None]:
-    """Combine over the replicas what the `with` body adds to `Welford` metrics."""
+    """Combine over the replicas the `Welford` metrics that the `with` body changes.
+
+    In the body, the first replica has a metric's values, and the others have none, so
+    that the body may reset the metric.
+    """
     from flax import nnx
 
-    welfords = [
-        (metric, _state(metric))
-        for _, metric in nnx.iter_graph(objects)
-        if isinstance(metric, nnx.metrics.Welford)
-    ]
+    if context.num_replicas_here == 1:
+        yield
+        return
+    is_first = context.replica_id_here == 0
+    starts: list[tuple[Any, Arrays, Arrays]] = []
+    for _, metric in nnx.iter_graph(objects):
+        if isinstance(metric, nnx.metrics.Welford):
+            before = _state(metric)
+            start = tuple(jnp.where(is_first, x, 0) for x in before)
+            _set(metric, start)
+            starts.append((metric, before, start))
     yield
-    for metric, before in welfords:
-        if metric.count.get_raw_value() is not before[0]:
-            _combine(metric, before, context)
+    for metric, before, start in starts:
+        is_changed = any(map(operator.is_not, _state(metric), start))
+        _set(metric, _combined(metric, before[1], context) if is_changed else before)
 
 
-def _state(metric: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _state(metric: Any) -> Arrays:
     return tuple(x.get_raw_value() for x in (metric.count, metric.mean, metric.m2))
 
 
-def _combine(
-    metric: Any, before: tuple[jax.Array, ...], context: ReplicaContext
-) -> None:
-    """Combine the replicas' updates, all from the state `before` (Chan et al. 1979)."""
+def _set(metric: Any, state: Arrays) -> None:
+    for x, value in zip((metric.count, metric.mean, metric.m2), state, strict=True):
+        x.set_raw_value(value)
+
+
+def _combined(metric: Any, old_mean: jax.Array, context: ReplicaContext) -> Arrays:
+    """The state of all replicas' values (Chan et al. 1979)."""
     count, mean, m2 = _state(metric)
-    shift = mean - before[1]  # Small, so that sums lose no digits.
-    increments = (count - before[0], count * shift, m2 + count * shift**2 - before[2])
-    counts, sums, squares = context.all_reduce("sum", increments)
-    count = before[0] + counts
-    metric.count[...] = count
-    metric.mean[...] = before[1] + sums / count
-    metric.m2[...] = before[2] + squares - sums**2 / count
+    shift = mean - old_mean  # Small, so that sums lose no digits.
+    own = (count, count * shift, m2 + count * shift**2)
+    total, sums, squares = context.all_reduce("sum", own)
+    divisor = jnp.maximum(total, 1)
+    mean = jnp.where(total > 0, old_mean + sums / divisor, 0)
+    return total, mean, squares - sums**2 / divisor
