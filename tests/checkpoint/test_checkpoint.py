@@ -408,15 +408,6 @@ def test_wrong_objects_and_names():
         Checkpoint(save=1)
 
 
-def test_write_replaces_a_checkpoint(tmp_path):
-    for step in (1, 2):
-        path = Checkpoint(step=step).write(tmp_path / "c")
-    checkpoint = Checkpoint(step=0)
-    checkpoint.restore(path).assert_consumed()
-    assert checkpoint.step == 2
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
-
-
 def test_an_array_of_rank_0_replaces_only_a_number(tmp_path: Path) -> None:
     path = rx.Checkpoint(state={"a": np.float32(1.5)}).save(tmp_path / "saved")
     number = rx.Checkpoint(state={"a": 3})

@@ -26,16 +26,6 @@ def test_elements_are_single_examples():
         assert element["y"][0] == index
 
 
-def test_shuffle_and_batch():
-    dataset = numpy_dataset((X, Y)).shuffle(seed=3).batch(4)
-    batches = list(dataset)
-    assert [len(y) for _, y in batches] == [4, 4, 2]
-    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    assert y.tolist() != Y.tolist()
-    assert sorted(y) == Y.tolist()
-    np.testing.assert_array_equal(x, X[y])
-
-
 def test_rows_of_arrays_of_jax_are_arrays_of_numpy() -> None:
     dataset = numpy_dataset({"x": jnp.asarray(X), "y": Y}).map(lambda row: row["x"])
     assert {type(row) for row in dataset} == {np.ndarray}

@@ -140,21 +140,6 @@ def test_close_ends_the_stream_and_closes_the_source(depth, num_taken):
     wait_until(lambda: source.num_closed or depth == num_taken == 0)
 
 
-def test_abandoned_consumer_ends_the_thread():
-    closed = threading.Event()
-
-    def source():
-        try:
-            while True:
-                yield 0
-        finally:
-            closed.set()
-
-    for _ in prefetch(source, 3):
-        break
-    assert closed.wait(10)
-
-
 def test_consumer_in_a_reference_cycle_ends_the_thread():
     owner = Cycle(prefetch(Source, 2))
     assert next(owner.iterator) == 0

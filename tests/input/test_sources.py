@@ -154,11 +154,6 @@ def test_arrays_need_a_batch_size():
         batches((X, Y), 0)
 
 
-def test_arrays_must_agree_in_length():
-    with pytest.raises(ValueError, match=r"\['x'\]: 10, leaf \['y'\]: 3"):
-        batches({"x": X, "y": Y[:3]}, 4)
-
-
 def test_datasets_take_no_batch_size():
     with pytest.raises(ValueError, match=r"batch_size=4 with a Sequence.*Remove"):
         batches(Sequence(), 4)
@@ -243,15 +238,6 @@ def test_endless_py_dataset_in_threads_ends_when_closed():
         np.testing.assert_array_equal(batch[0], X + index)
     iterator.close()
     assert not any(thread.is_alive() for thread in dataset.threads)
-
-
-def test_py_dataset_error_passes_through():
-    class Broken(Sequence):
-        def __getitem__(self, index):
-            raise OSError(f"no batch {index}")
-
-    with pytest.raises(OSError, match="no batch 0"):
-        list(batches(Broken(workers=2)))
 
 
 # Invalid datasets and batches

@@ -178,7 +178,7 @@ def _check_first(epoch: SharedEpoch[_Batch], messages: Sequence[JSONObject]) -> 
 def _share_capacities(
     window: Sequence[PyTree], capacities: list[list[list[int]]]
 ) -> None:
-    """Set sparse arrays to the largest capacity: all workers run one program."""
+    """Pad sparse arrays as on the worker with the most entries: one program for all."""
     for batch, *of_batch in zip(window, *capacities, strict=False):
         for leaf, *of_leaf in zip(_divided(batch), *of_batch, strict=False):
             leaf.capacity = max(of_leaf)
@@ -215,7 +215,7 @@ def differences(
     name: str,
     other_name: str,
 ) -> str:
-    """List the leaves in which two workers' batches differ; empty: none."""
+    """List the leaves in which two workers' batches differ; empty if they are equal."""
     leaves = {leaf: (kind, checksum) for leaf, kind, checksum in one}
     others = {leaf: (kind, checksum) for leaf, kind, checksum in other}
     texts = []

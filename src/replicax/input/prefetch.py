@@ -283,19 +283,19 @@ class DistributedIterator(Iterator[PyTree]):
 
     # The first `next` calls `start(iteration, num_batches)`, which starts an iteration
     # after its first `num_batches` batches. `iter` starts none: the iterator may be
-    # restored to another iteration, and a loader may count its iterations. `number`
-    # returns the next iteration's number, `skip_to` sets it, and each read of a batch
-    # calls `record_read` first.
+    # restored to another iteration, and a loader may count its iterations.
+    # `next_iteration` returns the dataset's next iteration, `skip_to` sets it, and each
+    # read of a batch calls `record_read` first.
 
     def __init__(
         self,
         start: Callable[[int, int], Iterator[PyTree]],
-        number: Callable[[], int],
+        next_iteration: Callable[[], int],
         skip_to: Callable[[int], None],
         record_read: Callable[[], None],
     ) -> None:
         self._start = start
-        self._number = number
+        self._next_iteration = next_iteration
         self._skip_to = skip_to
         self._record_read = record_read
         self._iteration: int | None = None
@@ -337,18 +337,15 @@ class DistributedIterator(Iterator[PyTree]):
 
     def get_state(self) -> dict[str, int]:
         """Return the position: the index of the iteration, and the batches read."""
-        iteration = self._number() if self._iteration is None else self._iteration
+        iteration = (
+            self._next_iteration() if self._iteration is None else self._iteration
+        )
         return {"iteration": iteration, "num_batches": self._num_read}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go to a position from `get_state`, in an epoch over the same data."""
         before = self.get_state()
         position = {**before, **state, "num_batches": state["num_batches"]}
-        if min(position.values()) < 0:
-            raise ValueError(
-                f"set_state: got {dict(state)!r}, expected the result of get_state: "
-                "'iteration' and 'num_batches', both >= 0."
-            )
         if position != before:
             self.close()
             self._source = None

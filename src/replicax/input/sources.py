@@ -101,8 +101,8 @@ def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
         require_count(batch_size, "dataset: batch_size", 1)
         return
     is_iterable = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
-    is_no_batch = isinstance(dataset, (str, bytes, dict))
-    if is_no_batch or not (is_iterable or callable(dataset)):
+    is_text_or_dict = isinstance(dataset, (str, bytes, dict))
+    if is_text_or_dict or not (is_iterable or callable(dataset)):
         raise TypeError(
             f"dataset: got {short(dataset)}, expected arrays, an iterable of batches "
             "or a callable that returns one. Convert lists with np.asarray."
