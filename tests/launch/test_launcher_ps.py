@@ -140,7 +140,7 @@ def test_no_restart_after_a_consequence_of_a_permanent_failure(
             open(os.environ["REPLICAX_REPORT_DIR"] + "/worker-0.json", "w").write(
                 json.dumps(fields))
             mark("reported")
-            time.sleep(4)
+            time.sleep(2)
             sys.exit(1)
         wait_for("reported")
         if name == "worker:1":

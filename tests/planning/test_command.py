@@ -227,37 +227,6 @@ def test_a_module_on_one_device_of_a_slice(tmp_path: Path) -> None:
     assert values["collectives"] == []
 
 
-TPU = """
-import keras, numpy as np
-import replicax as rx
-
-resolver = rx.cluster_resolver.TPUClusterResolver(tpu="")
-rx.config.experimental_connect_to_cluster(resolver)
-rx.tpu.experimental.initialize_tpu_system(resolver)
-strategy = rx.TPUStrategy(resolver)
-with strategy.scope():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    model.compile(optimizer="sgd", loss="mse", steps_per_execution=2)
-batch = 4 * strategy.num_replicas_in_sync
-x, y = np.ones((4 * batch, 8), "float32"), np.ones((4 * batch, 4), "float32")
-model.fit(x, y, batch_size=batch, verbose=0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tpu_compiler")
-def test_a_script_for_tpus_on_a_machine_without_tpus(tmp_path: Path) -> None:
-    script, plan = tmp_path / "tpu.py", tmp_path / "plan.json"
-    script.write_text(TPU)
-    ended = replicax("plan", "--topology", "v6e:4x4", "--json", plan, script)
-    assert ended.returncode == 0, ended.stderr
-    assert not _stderr_lines(ended)
-    values = json.loads(plan.read_text())
-    assert values["num_replicas"] == 16
-    sums = sum(c["bytes"] * c["count"] for c in values["collectives"])
-    assert 4 * (8 * 4 + 4) <= sums <= 4 * (8 * 4 + 4) + 64  # Of one step, not of two.
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -7,6 +7,7 @@ masks, batch statistics).
 """
 
 import contextlib
+import functools
 
 import grain
 import jax
@@ -253,27 +254,24 @@ def dropout_and_replica_statistics():
     return outcome(model, history)
 
 
-AS_ONE_DEVICE = [
-    adam_with_all_that_fit_takes,
-    synchronized_batch_normalization,
-    validation_split_and_single_batches,
-]
-# Plain Keras has the same order in each epoch.
-AS_FOUR_REPLICAS = [
-    dropout_and_replica_statistics,
-    uneven_batches_of_a_distributed_dataset,
-]
-SLOW_AS_ONE_DEVICE = [
-    a_shuffled_py_dataset,
-    generators,
-    masked_and_weighted_steps,
-    momentum_with_several_steps_per_execution,
-    sparse_inputs,
-]
-SLOW_AS_FOUR_REPLICAS = [
-    sparse_data_of_each_worker,
-    a_grain_dataset,
-]
+AS_ONE_DEVICE = {
+    adam_with_all_that_fit_takes: False,
+    synchronized_batch_normalization: False,
+    validation_split_and_single_batches: False,
+    a_shuffled_py_dataset: True,
+    generators: True,
+    masked_and_weighted_steps: True,
+    momentum_with_several_steps_per_execution: True,
+    sparse_inputs: True,
+}
+AS_FOUR_REPLICAS = {
+    dropout_and_replica_statistics: False,
+    uneven_batches_of_a_distributed_dataset: False,
+    sparse_data_of_each_worker: True,
+    a_grain_dataset: True,
+}
+"""Cases, and whether each is slow. All that are alike in this run in one cluster."""
+CASES = AS_ONE_DEVICE | AS_FOUR_REPLICAS
 SOME = [adam_with_all_that_fit_takes, dropout_and_replica_statistics]
 
 
@@ -286,11 +284,7 @@ def result_of(case, strategy=None):
 
 def all_results(is_slow):
     strategy = rx.MultiWorkerMirroredStrategy()
-    cases = (
-        [*SLOW_AS_ONE_DEVICE, *SLOW_AS_FOUR_REPLICAS]
-        if is_slow
-        else [*AS_ONE_DEVICE, *AS_FOUR_REPLICAS]
-    )
+    cases = [case for case in CASES if CASES[case] == is_slow]
     results = {case.__name__: result_of(case, strategy) for case in cases}
     strategy.check_replicas()
     if is_slow:
@@ -300,7 +294,9 @@ def all_results(is_slow):
     return results | {"replicas": strategy.num_replicas_in_sync}
 
 
-def run_cases(is_slow):
+@functools.cache
+def workers(is_slow):
+    """What each of the two workers returned."""
     # Here too, Keras takes `synchronized=True` once there was a strategy.
     rx.MirroredStrategy(["cpu:0"])
     results = replicax.testing.run(
@@ -311,17 +307,6 @@ def run_cases(is_slow):
         deadline_seconds=180,
     )
     return list(results.returned.values())
-
-
-@pytest.fixture(scope="module")
-def workers():
-    """What each of the two workers returned."""
-    return run_cases(is_slow=False)
-
-
-@pytest.fixture(scope="module")
-def in_other_ways():
-    return run_cases(is_slow=True)
 
 
 def some_results():
@@ -348,74 +333,62 @@ def assert_identical(actual, expected):
         np.testing.assert_array_equal(a, e)
 
 
-@pytest.mark.parametrize("case", AS_ONE_DEVICE, ids=lambda case: case.__name__)
-def test_as_one_process(workers, case):
-    assert_same(workers[0][case.__name__], result_of(case))
+def each(cases):
+    """Parameters: a case, and whether it is slow."""
+    return pytest.mark.parametrize(
+        ("case", "is_slow"),
+        [
+            pytest.param(
+                case,
+                is_slow,
+                id=case.__name__,
+                marks=[pytest.mark.slow] if is_slow else [],
+            )
+            for case, is_slow in cases.items()
+        ],
+    )
 
 
-@pytest.mark.parametrize("case", AS_FOUR_REPLICAS, ids=lambda case: case.__name__)
-def test_as_four_replicas_of_one_process(workers, case):
+@each(AS_ONE_DEVICE)
+def test_as_one_process(case, is_slow):
+    assert_same(workers(is_slow)[0][case.__name__], result_of(case))
+
+
+@each(AS_FOUR_REPLICAS)
+def test_as_four_replicas_of_one_process(case, is_slow):
     strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(4)])
-    assert_same(workers[0][case.__name__], result_of(case, strategy))
+    assert_same(workers(is_slow)[0][case.__name__], result_of(case, strategy))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW_AS_ONE_DEVICE, ids=lambda case: case.__name__)
-def test_as_one_process_in_other_ways(in_other_ways, case):
-    test_as_one_process(in_other_ways, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW_AS_FOUR_REPLICAS, ids=lambda case: case.__name__)
-def test_as_four_replicas_in_other_ways(in_other_ways, case):
-    test_as_four_replicas_of_one_process(in_other_ways, case)
-
-
-@pytest.mark.slow
-def test_sums_in_two_stages(in_other_ways):
+def test_sums_in_two_stages():
     expected = result_of(synchronized_batch_normalization)
-    assert_same(in_other_ways[0]["hierarchical"], expected)
+    assert_same(workers(True)[0]["hierarchical"], expected)
 
 
-def test_workers_have_the_very_same(workers):
+@pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_workers_have_the_very_same(is_slow):
     # Both see the results of the same sums: not one bit may differ.
-    assert workers[0]["replicas"] == workers[1]["replicas"] == 4
-    for name in workers[0]:
-        assert_identical(workers[1][name], workers[0][name])
+    first, second = workers(is_slow)
+    assert first["replicas"] == 4
+    for name in first:
+        assert_identical(second[name], first[name])
 
 
-@pytest.mark.slow
-def test_workers_have_the_very_same_in_other_ways(in_other_ways):
-    for name in in_other_ways[0]:
-        assert_identical(in_other_ways[1][name], in_other_ways[0][name])
-
-
-def test_the_cases_train(workers):
-    assert_trained(workers[0], [*AS_ONE_DEVICE, *AS_FOUR_REPLICAS])
-
-
-@pytest.mark.slow
-def test_the_other_cases_train(in_other_ways):
-    cases = [*SLOW_AS_ONE_DEVICE, *SLOW_AS_FOUR_REPLICAS]
-    assert_trained(in_other_ways[0], cases)
-
-
-def assert_trained(results, cases):
+@each({case: CASES[case] for case in CASES if case is not masked_and_weighted_steps})
+def test_the_cases_train(case, is_slow):
     """Or equality would say little."""
-    for case in cases:
-        if case is masked_and_weighted_steps:
-            continue  # Another model.
-        result = results[case.__name__]
-        keras.utils.set_random_seed(1)
-        at_first = keras.Sequential([keras.Input((6,)), layers.Dense(8)]).get_weights()
-        assert np.abs(result["weights"][0] - at_first[0]).max() > 1e-3, case
-        assert all(np.isfinite(loss) for loss in result["history"]["loss"])
+    result = workers(is_slow)[0][case.__name__]
+    keras.utils.set_random_seed(1)
+    at_first = keras.Sequential([keras.Input((6,)), layers.Dense(8)]).get_weights()
+    assert np.abs(result["weights"][0] - at_first[0]).max() > 1e-3
+    assert all(np.isfinite(loss) for loss in result["history"]["loss"])
 
 
 @pytest.mark.slow
-def test_four_workers_of_one_device(workers):
+def test_four_workers_of_one_device():
     """The same replicas, divided otherwise between processes."""
     results = replicax.testing.run(some_results, num_workers=4, deadline_seconds=120)
     for result in results.returned.values():
         for case, actual in zip(SOME, result, strict=True):
-            assert_same(actual, workers[0][case.__name__])
+            assert_same(actual, workers(False)[0][case.__name__])
