@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from tests.launch.test_launcher_ps import HEAD
+from tests.launch.jobs import HEAD
 from typer.testing import CliRunner
 
 from replicax.cli import app

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.launch.jobs import REPLICAX
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
@@ -82,12 +82,8 @@ def job(
     """The launcher, once so many tasks have made steps."""
     script = folder / "train.py"
     script.write_text(textwrap.dedent(code))
-    main = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from replicax.cli import main; main()"
-    )
     with subprocess.Popen(
-        [sys.executable, "-c", main, "run", *options, script, folder],
+        [*REPLICAX, "run", *options, script, folder],
         env={**os.environ, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

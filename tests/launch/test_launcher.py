@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.launch.jobs import HEAD, REPLICAX, eventually, gone
 from typer.testing import CliRunner, Result
 
 from replicax.cli import app
@@ -23,13 +24,6 @@ from replicax.launch.launcher import launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(90)]
 
-HEAD = """
-import json, os, signal, sys, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{task['type']}:{task['index']}"
-attempt = int(os.environ["REPLICAX_ATTEMPT"])
-here = sys.argv[1]
-"""
 REPORT = """
 def report(steps, code, culprit=name, kind="exception"):
     fields = dict(task=name, culprit=culprit, kind=kind, message="It broke.",
@@ -306,15 +300,10 @@ def test_logical_devices(run: Callable[..., Result]) -> None:
 @contextmanager
 def launcher(folder: Path, code: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A launcher as a process, once its tasks have made a file each."""
-    # Python takes SIGINT only if nobody above has told it to ignore it.
-    main = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from replicax.cli import main; main()"
-    )
     ready = "open(here + '/ready-' + name, 'w').write(str(os.getpid()))\n"
     script = write_script(folder, textwrap.dedent(code).replace("READY", ready))
     with subprocess.Popen(
-        [sys.executable, "-c", main, "run", "--workers", "2", *options, script, folder],
+        [*REPLICAX, "run", "--workers", "2", *options, script, folder],
         env={**os.environ, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -334,24 +323,6 @@ def launcher(folder: Path, code: str, *options: str) -> Iterator[subprocess.Pope
 def task_pids(folder: Path) -> list[int]:
     texts = [path.read_text() for path in folder.glob("ready-*")]
     return [int(text) for text in texts if text]  # One may be about to be written.
-
-
-def gone(pids: list[int]) -> bool:
-    """Whether the processes end within seconds."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        if not any(is_running(pid) for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def is_running(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return text.rpartition(")")[2].split()[0] not in "ZX"
 
 
 SAVES = """
@@ -425,10 +396,7 @@ def test_a_killed_launcher_leaves_neither_tasks_nor_folders(tmp_path: Path) -> N
         process.kill()
         process.wait(10)
         assert gone(pids)
-    end = time.monotonic() + 10
-    while list(tmp_path.glob("replicax-*")) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not list(tmp_path.glob("replicax-*"))
+    assert eventually(lambda: not list(tmp_path.glob("replicax-*")))
 
 
 def test_a_job_is_restarted_where_the_disk_of_its_reports_is_full(

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -17,28 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.launch.jobs import HEAD, REPLICAX, gone
 from typer.testing import CliRunner, Result
 
 from replicax.cli import app
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(170)]
 
-HEAD = """
-import json, os, signal, sys, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{task['type']}:{task['index']}"
-attempt = int(os.environ["REPLICAX_ATTEMPT"])
-here = sys.argv[1]
-
-def mark(text):
-    open(f"{here}/{text}", "w").write(str(os.getpid()))
-
-def wait_for(text):
-    end = time.monotonic() + 30
-    while not os.path.exists(f"{here}/{text}"):
-        time.sleep(0.01)
-        assert time.monotonic() < end, text
-"""
 # A server that ends when the chief has ended, as the real ones do.
 SERVER = """
 if name[0] == "p":
@@ -365,13 +349,9 @@ def training(
     """A launcher with real workers and servers, as a process of its own."""
     script = folder / "train.py"
     script.write_text(HEAD + TRAIN)
-    main = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from replicax.cli import main; main()"
-    )
     with subprocess.Popen(
         [
-            *(sys.executable, "-c", main, "run", "--ps", "2", *options),
+            *(*REPLICAX, "run", "--ps", "2", *options),
             *(str(script), str(folder), json.dumps(plan)),
         ],
         env={
@@ -393,20 +373,14 @@ def finished(process: subprocess.Popen[str]) -> str:
     return output
 
 
+def nobody_is_left(folder: Path) -> bool:
+    pids = [int(path.read_text()) for path in folder.glob("begun-*")]
+    return bool(pids) and gone(pids)
+
+
 def error_of(output: str) -> float:
     (error,) = re.findall(r"weights off by (\S+)", output)
     return float(error)
-
-
-def nobody_is_left(folder: Path) -> bool:
-    pids = [int(path.read_text()) for path in folder.glob("begun-*")]
-    assert pids
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.slow

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.launch.jobs import alive, eventually, gone, state
 
 from replicax.launch.processes import TaskProcesses
 
@@ -50,26 +49,6 @@ class Cluster(TaskProcesses):
     def wait_for_end(self) -> dict[str, int | None]:
         assert self.wait_until(lambda: not self.running, 20), self.running
         return {name: task.exit_code for name, task in self.tasks.items()}
-
-
-def state(pid: int) -> str:
-    """The kernel's letter for what a process does; empty if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return text.rpartition(")")[2].split()[0]
-
-
-def alive(pid: int) -> bool:
-    return state(pid) not in ("", "Z", "X")
-
-
-def eventually(reached: Callable[[], bool], seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while not reached() and time.monotonic() < end:
-        time.sleep(0.02)
-    return reached()
 
 
 def test_output_and_exit_codes() -> None:
@@ -173,7 +152,7 @@ def test_children_of_a_task_end_with_it(how: str) -> None:
             cluster.tasks["worker:0"].kill()
         if how != "close":
             cluster.wait_for_end()
-    assert eventually(lambda: not alive(child))
+    assert gone([child])
 
 
 def test_a_child_that_went_away_does_not_hold_the_output_for_ever() -> None:
@@ -263,7 +242,7 @@ def test_nothing_is_left_of_a_starter_that_is_killed(number: int) -> None:
         assert all(map(alive, pids))
         starter.send_signal(number)
         assert starter.wait(20) == -number
-    assert eventually(lambda: not any(map(alive, pids)))
+    assert gone(pids)
 
 
 def descendants() -> set[int]:
