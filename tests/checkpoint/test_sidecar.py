@@ -67,14 +67,14 @@ def test_evaluates_until_the_training_ends(tmp_path, capsys, max_to_keep):
     thread.start()
     evaluator.start()
     thread.join(timeout=60)
-    found = lines(tmp_path / "eval")
-    assert found[-1]["checkpoint"] == str(folder / "ckpt-6")
-    assert found[-1]["loss"] == (2 + 5) ** 2
-    numbers = [int(line["checkpoint"].rpartition("-")[2]) for line in found]
+    evaluations = lines(tmp_path / "eval")
+    assert evaluations[-1]["checkpoint"] == str(folder / "ckpt-6")
+    assert evaluations[-1]["loss"] == (2 + 5) ** 2
+    numbers = [int(line["checkpoint"].rpartition("-")[2]) for line in evaluations]
     assert numbers == sorted(set(numbers))
-    for number, line in zip(numbers, found, strict=True):
+    for number, line in zip(numbers, evaluations, strict=True):
         assert line["loss"] == (2 + number - 1) ** 2
-    assert len(called) == len(found)
+    assert len(called) == len(evaluations)
     assert f"{folder / 'ckpt-6'}: loss 49" in capsys.readouterr().out
 
 

@@ -98,14 +98,6 @@ def test_a_kill_between_two_renames_keeps_the_older_checkpoint(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_file_in_place_of_the_folder_is_an_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        CheckpointError, match=r"file/c: could not be written: .*File exists"
-    ):
-        storage.write(tmp_path / "file" / "c", contents())
-
-
 _WRITES = """
 import sys, pathlib, numpy as np
 from replicax.checkpoint import storage

@@ -38,14 +38,14 @@ def test_each_epoch_is_shuffled_anew(is_stream: bool) -> None:
     dataset = rows.to_iter_dataset() if is_stream else rows
     epochs = [[int(y) for y in next_epoch(dataset)] for _ in range(3)]
     assert epochs[0] == [int(y) for y in rows]
-    assert len({tuple(each) for each in epochs}) == 3
-    assert [sorted(each) for each in epochs] == [Y.tolist()] * 3
+    assert len(set(map(tuple, epochs))) == 3
+    assert [sorted(epoch) for epoch in epochs] == [Y.tolist()] * 3
 
 
 def test_datasets_of_one_shuffled_dataset_count_their_epochs_together() -> None:
     dataset = numpy_dataset(Y).shuffle(seed=0)
     parts = [[int(y) for y in next_epoch(dataset[:4])] for _ in range(3)]
-    assert len({tuple(each) for each in parts}) == 3
+    assert len(set(map(tuple, parts))) == 3
     assert [int(y) for y in next_epoch(numpy_dataset(Y))] == Y.tolist()
     assert next_epoch(parts) is parts
 
@@ -56,7 +56,7 @@ def test_source_can_go_to_worker_processes():
 
 
 @pytest.mark.parametrize("of_columns", [False, True])
-def test_rows_of_pandas_are_found_by_position(of_columns: bool) -> None:
+def test_rows_of_pandas_are_indexed_by_position(of_columns: bool) -> None:
     """As after `train_test_split`: labels are not positions."""
     pd = pytest.importorskip("pandas", reason="pandas is not installed")
     index = np.array([2, 0, 1])
@@ -64,8 +64,8 @@ def test_rows_of_pandas_are_found_by_position(of_columns: bool) -> None:
     x = dict(frame) if of_columns else frame
     rows = list(numpy_dataset((x, pd.Series([7, 8, 9], index=index))))
     assert [int(y) for _, y in rows] == [7, 8, 9]
-    found = [list(x.values()) if of_columns else x.tolist() for x, _ in rows]
-    assert found == [[1, 4], [2, 5], [3, 6]]
+    result = [list(x.values()) if of_columns else x.tolist() for x, _ in rows]
+    assert result == [[1, 4], [2, 5], [3, 6]]
 
 
 def test_lists_of_numbers_and_strings_are_arrays() -> None:
@@ -118,10 +118,10 @@ def test_windows_have_neighbouring_examples(
     size: int, shift: int, first: list[int]
 ) -> None:
     pairs = numpy_dataset({"a": np.arange(10), "b": np.ones((10, 2))})
-    found = list(windows(pairs, size, shift))
+    result = list(windows(pairs, size, shift))
     expected = [[*range(i, i + size)] for i in first]
-    assert [each["a"].tolist() for each in found] == expected
-    assert {each["b"].shape for each in found} == {(size, 2)}
+    assert [window["a"].tolist() for window in result] == expected
+    assert {window["b"].shape for window in result} == {(size, 2)}
 
 
 @pytest.mark.parametrize(("size", "shift"), [(0, 1), (5, 1), (2, 0)])

@@ -57,17 +57,17 @@ def test_pixels_without_a_positive_channel_become_grey() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "said"),
+    ("name", "values", "text"),
     [
         ("contrast", (-1, 1), "lower=-1, upper=1"),
         ("saturation", (1.5, 0.5), "lower=1.5, upper=0.5"),
     ],
 )
 def test_ranges_that_tensorflow_refuses(
-    name: str, values: tuple[float, ...], said: str
+    name: str, values: tuple[float, ...], text: str
 ) -> None:
     change = getattr(images, f"random_{name}")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         change(FLOATS, *values, np.random.default_rng(0))
 
 

@@ -81,11 +81,11 @@ def test_runs_at_most_depth_items_ahead(depth):
     source = Source()
     iterator = prefetch(lambda: source, depth)
     wait_until(lambda: source.position == depth)
-    for taken in range(1, 6):
+    for num_read in range(1, 6):
         next(iterator)
-        wait_until(lambda expected=taken + depth: source.position == expected)
+        wait_until(lambda expected=num_read + depth: source.position == expected)
         time.sleep(0.02)
-        assert source.position == taken + depth
+        assert source.position == num_read + depth
 
 
 def test_depth_zero_uses_no_thread():
@@ -128,16 +128,16 @@ def test_stop_iteration_while_making_the_iterator_is_an_error(depth):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("num_taken", [0, 1, 5])
-def test_close_ends_the_stream_and_closes_the_source(depth, num_taken):
+@pytest.mark.parametrize("num_read_before", [0, 1, 5])
+def test_close_ends_the_stream_and_closes_the_source(depth, num_read_before):
     source = Source()
     iterator = prefetch(lambda: source, depth)
-    for _ in range(num_taken):
+    for _ in range(num_read_before):
         next(iterator)
     iterator.close()
     assert list(iterator) == []
     # A generator that never ran has nothing to close.
-    wait_until(lambda: source.num_closed or depth == num_taken == 0)
+    wait_until(lambda: source.num_closed or depth == num_read_before == 0)
 
 
 def test_consumer_in_a_reference_cycle_ends_the_thread():
@@ -168,36 +168,36 @@ def test_items_are_freed_when_the_consumer_drops_them():
     class Item:
         pass
 
-    made: list[weakref.ref[Item]] = []
+    refs: list[weakref.ref[Item]] = []
 
     class Items(Source):
         def __next__(self):
             item = Item()
-            made.append(weakref.ref(item))
+            refs.append(weakref.ref(item))
             return item
 
     iterator = prefetch(Items, 2)
     for _ in range(10):
         next(iterator)
-    wait_until(lambda: len(made) == 12)
-    wait_until(lambda: sum(ref() is not None for ref in made) == 2)
+    wait_until(lambda: len(refs) == 12)
+    wait_until(lambda: sum(ref() is not None for ref in refs) == 2)
     iterator.close()
-    wait_until(lambda: not any(ref() for ref in made))
+    wait_until(lambda: not any(ref() for ref in refs))
 
 
 def test_close_from_another_thread_wakes_a_waiting_consumer():
-    never, taken = threading.Event(), []
+    may_end, items = threading.Event(), []
 
     def source():
         yield 1
-        never.wait(10)
+        may_end.wait(10)
 
     iterator = prefetch(source, 2)
-    consumer = threading.Thread(target=lambda: taken.extend(iterator))
+    consumer = threading.Thread(target=lambda: items.extend(iterator))
     consumer.start()
-    wait_until(lambda: taken == [1])
+    wait_until(lambda: items == [1])
     iterator.close()
-    never.set()
+    may_end.set()
     consumer.join(10)
     assert not consumer.is_alive()
 
@@ -292,20 +292,20 @@ def test_results_of_mapped_ahead_are_freed_when_the_consumer_drops_them():
     class Result:
         pass
 
-    made: list[weakref.ref[Result]] = []
+    refs: list[weakref.ref[Result]] = []
 
     def make(_):
         result = Result()
-        made.append(weakref.ref(result))
+        refs.append(weakref.ref(result))
         return result
 
     mapped = MappedAhead(make, range(10))
     for _ in range(5):
         next(mapped)
-    wait_until(lambda: len(made) == 6)
-    wait_until(lambda: sum(ref() is not None for ref in made) == 1)
+    wait_until(lambda: len(refs) == 6)
+    wait_until(lambda: sum(ref() is not None for ref in refs) == 1)
     mapped.close()
-    wait_until(lambda: not any(ref() for ref in made))
+    wait_until(lambda: not any(ref() for ref in refs))
 
 
 @pytest.mark.slow

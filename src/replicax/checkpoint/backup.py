@@ -79,8 +79,8 @@ class BackupAndRestore(LateCallback):
     ) -> None:
         super().__init__()
         is_count = isinstance(save_freq, int) and save_freq is not True
-        is_known = save_freq == "epoch" or save_freq is False
-        if not is_known and not (is_count and int(save_freq) > 0):
+        is_mode = save_freq == "epoch" or save_freq is False
+        if not is_mode and not (is_count and int(save_freq) > 0):
             raise ValueError(
                 "BackupAndRestore: save_freq must be 'epoch', a number of batches, or "
                 f"False to save only on SIGTERM; got {save_freq!r}."

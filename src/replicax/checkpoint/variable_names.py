@@ -33,8 +33,6 @@ def named_variables(owner: HasVariables) -> list[_Named]:
         ...     return keras.Sequential([keras.Input((1,)), *layers])
         >>> [name for name, _ in named_variables(model())]
         ['dense/kernel', 'dense/bias', 'dense_1/kernel', 'dense_1/bias']
-        >>> named_variables(model())[0][0]
-        'dense/kernel'
     """
     if isinstance(owner, keras.Layer):
         named = _of_layer(owner)

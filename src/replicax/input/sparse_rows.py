@@ -136,7 +136,6 @@ class DividedRows:
 
     Args:
         rows: Each replica's rows.
-        min_capacity: Minimum of `capacity`.
 
     Attributes:
         capacity: Number of entries to which each replica's rows are padded; `lockstep`
@@ -145,12 +144,12 @@ class DividedRows:
 
     __slots__ = ("_rows", "capacity")
 
-    def __init__(self, rows: Sequence[SparseRows], min_capacity: int = 0) -> None:
+    def __init__(self, rows: Sequence[SparseRows]) -> None:
         self._rows = list(rows)
         largest = max(len(x.data) for x in self._rows)
         # A power of 2: few capacities, so JAX compiles few programs.
         power = 1 << max(0, largest - 1).bit_length()
-        self.capacity = max(min_capacity, power, *(x.capacity for x in self._rows))
+        self.capacity = max(power, *(x.capacity for x in self._rows))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -163,7 +162,9 @@ class DividedRows:
         return self._rows[0].dtype
 
     def __getitem__(self, replicas: slice) -> "DividedRows":
-        return DividedRows(self._rows[replicas], self.capacity)
+        own = DividedRows(self._rows[replicas])
+        own.capacity = self.capacity
+        return own
 
     def joined(self) -> SparseRows:
         """Concatenate the replicas' rows to `[R*b, ...]`."""
