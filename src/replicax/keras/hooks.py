@@ -98,10 +98,10 @@ _newest: weakref.ref[StrategyLike] | None = None
 
 
 def note_strategy(strategy: StrategyLike) -> None:
-    """Remember a strategy, to warn of a model that should have been made in its scope.
+    """Remember a strategy, to warn of a model that was made outside its scope.
 
-    A strategy of one replica in one process trains as Keras alone does: it is not
-    remembered.
+    Strategies of one replica in one process train as Keras alone does, so there is no
+    warning about them.
     """
     global _newest
     group = strategy.group
@@ -247,7 +247,7 @@ def _compile(
 
 
 def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Read or save a layer's variables, with the values after one and the same step."""
+    """Read or save a layer's variables; all values are those after the same step."""
     if threads.is_alone() or other_values() is not None:
         return original(*args, **kwargs)
     layer, *_ = (*args, *kwargs.values())
@@ -274,7 +274,7 @@ def _assign_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
 def _described(
     original: Original, model: keras.Model, args: PyTree, kwargs: PyTree
 ) -> str:
-    """A call as text that must be equal on all workers: its method and counts."""
+    """Describe a call by its method and counts, which must be equal on all workers."""
     try:
         arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     except TypeError:  # The call itself raises a better error.

@@ -374,10 +374,10 @@ def _executions(
 def _batch_method(
     callbacks: CallbackList, kind: str, when: str
 ) -> Callable[..., None] | None:
-    """The callbacks' method for a batch; None where no callback defines it.
+    """The callbacks' method for a batch; None if no callback defines it.
 
-    Keras would pass the logs of each batch to a thread even then, which takes half of
-    the time of a tiny model's step.
+    Without callbacks Keras would still pass each batch's logs to a thread, which takes
+    half of the time of a tiny model's step.
     """
     names = f"on_{kind}_batch_{when}", f"on_batch_{when}"
     is_defined = trainer.defines_any(callbacks, names)

@@ -93,16 +93,16 @@ def _apply_override(
     if current_context() is None:
         return original(optimizer, *args, **kwargs)
     signature = inspect.signature(original)
-    given = signature.bind(optimizer, *args, **kwargs)
+    bound = signature.bind(optimizer, *args, **kwargs)
     # An override may have other names of arguments, and callers may pass them by name.
-    values = [*given.args[1:], *given.kwargs.values()]
+    values = [*bound.args[1:], *bound.kwargs.values()]
     grads = list(values[0])
     variables = list(values[1]) if len(values) > 1 and values[1] is not None else None
 
     def update(_: keras.Optimizer, grads: PyTree, variables: PyTree) -> PyTree:
         again = [grads, variables, *values[2:]][: len(values)]
-        number = len(given.args) - 1
-        named = dict(zip(given.kwargs, again[number:], strict=True))
+        number = len(bound.args) - 1
+        named = dict(zip(bound.kwargs, again[number:], strict=True))
         return original(optimizer, *again[:number], **named)
 
     return apply(update, optimizer, grads, variables)

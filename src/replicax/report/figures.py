@@ -81,10 +81,6 @@ def speed_charts(run: Run) -> list[Chart]:
     # One unit for the whole axis, so that its labels are round numbers.
     size, suffix = (2.0**30, "GiB") if peak >= 2**31 else (2.0**20, "MiB")
     place = "process" if any(e.memory.of == "process" for e in epochs) else "device"
-
-    def of_workers(value: Callable[[EpochRecord], float]) -> list[Series]:
-        return _by_worker(run, positions, value)
-
     table: list[tuple[str, list[Series], Callable[[float], str], str]] = [
         (
             "Throughput",
@@ -94,25 +90,25 @@ def speed_charts(run: Run) -> list[Chart]:
         ),
         (
             "Time of a step",
-            of_workers(lambda e: e.step_s),
+            _by_worker(run, positions, lambda e: e.step_s),
             lambda y: seconds(y) if y else "0",
             "",
         ),
         (
             "Waiting for input",
-            of_workers(lambda e: e.input_share),
+            _by_worker(run, positions, lambda e: e.input_share),
             lambda y: f"{100 * y:.3g}%",
             "Share of the time in which the devices had nothing to compute.",
         ),
         (
             f"Memory of the {'fullest ' * (place == 'device')}{place}",
-            of_workers(lambda e: memory_bytes(e) / size),
+            _by_worker(run, positions, lambda e: memory_bytes(e) / size),
             lambda y: f"{y:.4g} {suffix}",
             "",
         ),
         (
             "Staleness of gradients",
-            of_workers(lambda e: mean_staleness(e.staleness)),
+            _by_worker(run, positions, lambda e: mean_staleness(e.staleness)),
             plain,
             "Mean number of updates between a gradient's values and its own update.",
         ),

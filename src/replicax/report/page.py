@@ -141,7 +141,7 @@ def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
         "epochs": str(total.number + 1),
         "examples/s": _rate(run),
         "time of a step": _figure(total.step_s, seconds),
-        "waiting for input": _figure(total.input_share, _percent),
+        "waiting for input": _figure(total.input_share, "{:.0%}".format),
         "time to compile": seconds(total.counts.get("first_s", 0.0)),
         "memory, peak": _peak(all_epochs),
     }
@@ -166,10 +166,6 @@ def _figure(value: float, format_: Callable[[float], str]) -> str:
     return format_(value) if math.isfinite(value) else "not measured"
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}"
-
-
 def _peak(epochs: Sequence[EpochRecord]) -> str:
     peaks = [e.memory.peak_bytes for e in epochs if e.memory.peak_bytes is not None]
     return binary_bytes(max(peaks)) if peaks else "not measured"
@@ -186,7 +182,7 @@ def _worker_row(worker: WorkerRecord) -> list[str]:
         *row,
         f"{int(total.counts.get('steps', 0)):,}",
         _figure(total.step_s, seconds),
-        _figure(total.input_share, _percent),
+        _figure(total.input_share, "{:.0%}".format),
         _figure(memory_bytes(total), binary_bytes),
         _peak(fit.epochs),
         f"{mean_staleness(staleness):.2g}, {max(staleness)}" if staleness else "",

@@ -115,21 +115,10 @@ class ReportedWorker:
             self.index = strategy.workers.index
         else:
             self.names, self.index = ("worker:0",), 0
-
-    @property
-    def name(self) -> str:
-        """This worker's name."""
-        return self.names[self.index]
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this worker renders the page."""
-        return self.index == 0
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether other workers train synchronously with this one."""
-        return self.servers is None and len(self.names) > 1
+        self.name = self.names[self.index]
+        self.is_chief = self.index == 0  # The chief renders the page.
+        # Whether other workers train synchronously with this one.
+        self.is_synchronous = self.servers is None and len(self.names) > 1
 
     @property
     def compression(self) -> str | None:
