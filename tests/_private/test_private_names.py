@@ -159,6 +159,7 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     # Flax.
     "_raw_value": [lambda: flax.nnx.Variable(0)],
     "_trace_state": [lambda: flax.nnx.Variable(0)],
+    "_pytree__state": [flax.nnx.Module],
     # Grain.
     "_parents": [random_map],
     "_seed": [random_map],

@@ -378,6 +378,18 @@ def reads_a_copy(x: jax.Array) -> jax.Array:
     return copy.deepcopy(OUTER)(x)
 
 
+class Table(nnx.Module):
+    def __init__(self) -> None:
+        self.array = nnx.data(jnp.ones((2, 2)))
+
+
+TABLE = Table()
+
+
+def reads_an_array(x: jax.Array) -> jax.Array:
+    return x @ TABLE.array
+
+
 def reads_in_a_transformation(x: jax.Array) -> jax.Array:
     return nnx.vmap(OUTER)(x)
 
@@ -392,6 +404,7 @@ def reads_in_a_transformation(x: jax.Array) -> jax.Array:
         (reads_the_state, ()),
         (reads_a_copy, ()),
         (reads_in_a_transformation, ()),
+        (reads_an_array, ()),
         (Trainer(OUTER).step, ()),
         (lambda x, fn: fn(x), (reads_an_attribute,)),
         (lambda x, fn: fn(x), (functools.partial(reads_a_default, model=OUTER),)),
@@ -401,7 +414,8 @@ def reads_in_a_transformation(x: jax.Array) -> jax.Array:
 )
 def test_objects_that_are_no_arguments_are_refused(fn: Any, others: Any) -> None:
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
-    expected = r"reads an NNX variable, Param of float32\[2(,2)?\].*Pass the object"
+    name = "(an NNX variable, Param|Table.array)"
+    expected = rf"reads {name} of float32\[2(,2)?\].*Pass the object"
     with pytest.raises(TypeError, match=expected):
         strategy.run(fn, args=(jnp.ones((1, 2)), *others))
     assert isinstance(OUTER.kernel[...], jax.Array)
@@ -418,6 +432,14 @@ def test_static_attributes_of_other_objects_may_be_used() -> None:
         strategy.run(scaled, args=(OUTER,)),
         OUTER.kernel + nnx.Linear(2, 2, rngs=nnx.Rngs(1)).kernel,
     )
+
+
+@pytest.mark.parametrize("option", ["ref", "hijax"])
+def test_mutable_arrays_of_jax_are_refused(option: str) -> None:
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    variable = nnx.Param(jnp.ones(2), **{option: True})
+    with pytest.raises(TypeError, match=rf"args\[0\].*{option}=True"):
+        strategy.run(lambda v: 2 * v[...], args=(variable,))
 
 
 def test_an_object_of_another_strategy_is_refused() -> None:

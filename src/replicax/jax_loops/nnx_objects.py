@@ -182,6 +182,12 @@ class NNXObjects:
         """Make the variable of an array, without a value."""
         from flax import nnx
 
+        if isinstance(array, jax.Ref) or getattr(leaf, "hijax", False):
+            raise TypeError(
+                f"Strategy.run: {'.'.join(names)} is an NNX variable made with "
+                "ref=True or hijax=True. Make it without: run changes NNX variables "
+                "in place."
+            )
         if is_key(array):
             self._key_impls[len(self._variables)] = jax.random.key_impl(array)
             array = jax.random.key_data(array)
@@ -322,10 +328,10 @@ class NNXObjects:
 def only_arguments_read(caller: str) -> Generator[None]:
     """Raise a TypeError if a traced function reads an NNX variable of no argument."""
 
-    def refuse(variable: str, content: Any) -> None:
+    def refuse(name: str, content: Any) -> None:
         kinds = [str(jax.typeof(x)) for x in jax.tree.leaves(content)]
         raise TypeError(
-            f"{caller}: the function reads an NNX variable, {variable} of "
+            f"{caller}: the function reads {name} of "
             f"{', '.join(kinds)}, of an object that is no argument, so its present "
             "value would be compiled in. The traceback shows the line. Pass the "
             "object: strategy.run(fn, args=(model, batch)). The function may change "
