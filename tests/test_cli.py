@@ -101,18 +101,6 @@ def test_info_says_what_is_wrong_with_tf_config(
     assert len(report["errors"]) == 1
 
 
-def test_info_names_the_first_problem_of_tf_config(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cluster = {"wroker": ["c:1"], "worker": ["a:1", "b"]}
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster}))
-    result = invoke("info")
-    assert result.exit_code == 1
-    assert "there are chief, worker" in result.output
-    (error,) = info_json()["errors"]
-    assert error.startswith("TF_CONFIG: 'wroker' is no job")
-
-
 def test_info_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_devices() -> None:
         raise RuntimeError("Unable to initialize backend 'tpu'")

@@ -124,6 +124,7 @@ print(ported.source.decode())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_each_distribution_adds_its_part(
     wheels: dict[str, Path], environment: Path

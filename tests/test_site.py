@@ -320,6 +320,7 @@ def test_a_lost_reader_is_shown_the_way(site: Path) -> None:
     assert 'href="/index.html">overview<' in (site / "404.html").read_text("utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
 def test_search_works_in_a_folder(site: Path, tmp_path: Path) -> None:
     """Without a server, and so without workers and requests."""

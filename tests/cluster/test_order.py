@@ -133,6 +133,7 @@ def failed(case, *args) -> Results:
     return results
 
 
+@pytest.mark.slow
 def test_another_program_and_its_step_are_named() -> None:
     for result in failed(another_program).values():
         assert (

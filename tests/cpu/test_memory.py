@@ -57,6 +57,7 @@ def test_tuned_steps_use_huge_pages() -> None:
     assert run(SCRIPT).stdout.split()[-2:] == ["True", "True"]
 
 
+@pytest.mark.slow
 def test_malloc_is_unchanged_by_default() -> None:
     assert run(SCRIPT, REPLICAX_CPU="").stdout.split()[-2:] == ["False", "False"]
 

@@ -24,16 +24,6 @@ def test_devices_in_the_order_given() -> None:
     assert len(w.value.devices()) == 2
 
 
-def test_variables_made_by_keras_layers_are_mirrored() -> None:
-    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        optimizer = keras.optimizers.Adam()
-        optimizer.build(model.trainable_variables)
-    for variable in [*model.variables, *optimizer.variables]:
-        assert len(variable.value.devices()) == 2, variable.path
-
-
 @pytest.mark.parametrize(
     "devices", [[], ["cpu:0", "cpu:0"], ["cpu:99"], "cpu:0", ["x"]]
 )

@@ -219,6 +219,7 @@ def shuffled(folder: str) -> float:
     return random.random()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_workers_shuffle_alike(tmp_path: Path) -> None:
     """Without a seed, workers draw equal seeds from a shared random state."""
