@@ -48,8 +48,8 @@ class ArrayEntry:
         dtype: The required dtype.
         read: Returns the array, on the devices or the host.
         write: Sets the array from a host array of that shape and dtype.
-        in_tree: Whether it is a leaf of a pytree or of an NNX object, which are
-            restored whole.
+        in_tree: Whether the array is a leaf of a pytree or an NNX object. A checkpoint
+            without some of these leaves is an error.
     """
 
     name: str

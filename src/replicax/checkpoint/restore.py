@@ -53,11 +53,11 @@ class RestoreStatus:
         self._unbuilt = tuple(unbuilt)
         self._is_checked = False
 
-    def update(self, now: "RestoreStatus") -> None:
-        """Replace the names by those of `now`, compared after an object was built."""
-        now.expect_partial()
-        self.missing, self._unused = now.missing, now._unused
-        self._unbuilt = now._unbuilt
+    def update(self, newer: "RestoreStatus") -> None:
+        """Replace the names by those of `newer`, compared after an object was built."""
+        newer.expect_partial()
+        self.missing, self._unused = newer.missing, newer._unused
+        self._unbuilt = newer._unbuilt
 
     def assert_consumed(self) -> None:
         """Raise unless all objects are built and have exactly the checkpoint's names.

@@ -179,7 +179,7 @@ class DistributedInput(ABC):
     def _place(self, split: Split) -> PyTree:
         """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s device."""
         value = split.batch if split.mask is None else (split.batch, split.mask)
-        if not self.is_local and self._shard.count > 1:  # It is for all replicas.
+        if not self.is_local and self._shard.count > 1:  # The rows of all replicas.
             start = self._shard.index * self._num_local
             own = slice(start, start + self._num_local)
             value = jax.tree.map(lambda x: x[own], value)

@@ -93,10 +93,10 @@ class DistributedDatasetFromFunction(DistributedInput):
                 split = split_replica_batches(group, num_replicas, self._policy)
                 if split.batch is None and index == 0:
                     raise ValueError(
-                        f"distribute_datasets_from_function: {len(group)} batches were "
-                        f"made, too few or too uneven for one step of {num_replicas} "
-                        "replicas, each needs one. Make batches smaller, or pass "
-                        "remainder='pad'."
+                        "distribute_datasets_from_function: the dataset has only "
+                        f"{len(group)} batches, or a short last batch; one step needs "
+                        f"{num_replicas} batches of equal size, one per replica. Make "
+                        "batches smaller, or pass remainder='pad'."
                     )
                 yield split
 

@@ -77,8 +77,8 @@ def in_step(batches: Iterable[_Batch], epoch: SharedEpoch[_Batch]) -> Generator[
     """Yield batches as long as every worker has one of the same size.
 
     Workers exchange the sizes of four batches at a time through the coordination
-    service, while earlier steps run; if all know their number of batches, only once.
-    The epoch ends early if the consumer of this thread has stopped.
+    service, while earlier steps run. If all workers know their number of batches, they
+    exchange it once. The epoch ends early if the consumer of this thread has stopped.
 
     Raises:
         InputError: On all workers, if one has no batch at all, or if first batches that
@@ -232,7 +232,7 @@ def differences(
 def _arrays_of(leaf: PyTree) -> list[np.ndarray]:
     """List the arrays with a leaf's values; none if values cannot be compared."""
     if isinstance(leaf, SparseRows):
-        return leaf.arrays()
+        return [leaf.starts, leaf.columns, leaf.data]
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)

@@ -235,7 +235,7 @@ class MappedAhead(Iterator[T], Generic[S, T]):
         self._has_x64 = _has_x64()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicax-ahead")
         self._next: Future[T] | None = None
-        self._is_begun = False
+        self._has_begun = False
 
     def has_next(self) -> bool:
         """Whether there is a next result, computed or in progress."""
@@ -250,10 +250,10 @@ class MappedAhead(Iterator[T], Generic[S, T]):
         """Return the next result.
 
         Raises:
-            BaseException: An error of `fn` for this item, or of the source after it.
+            BaseException: An error of `fn` for this item, or of reading the next item.
         """
-        if not self._is_begun:
-            self._is_begun = True
+        if not self._has_begun:
+            self._has_begun = True
             self._submit_next()
         if self._next is None:
             raise StopIteration

@@ -170,7 +170,7 @@ class InputShard:
     def of_evaluation(self) -> "InputShard":
         """The shard that this worker evaluates and predicts on.
 
-        Here the same shard as for training: workers in lockstep combine their results.
+        Workers in lockstep use the shard for training, and combine their results.
         """
         return self
 
@@ -188,13 +188,13 @@ class InputShard:
         return self._workers.new_stream(name)
 
     def record_epoch(self, name: str) -> None:
-        """Record the start of an epoch, to check that workers do the same in order."""
+        """Record an epoch's start: all workers must start epochs in the same order."""
         log = self._workers.log
         if log is not None:
             log.note_epoch(Operation(name, f"{name};".encode()))
 
     def batch_recorder(self, name: str) -> Callable[[], None]:
-        """Return a function that records a batch's read, to check workers' order."""
+        """Return a function that records a read: all workers must read in one order."""
         log = self._workers.log
         if log is None:
             return lambda: None

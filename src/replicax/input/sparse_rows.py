@@ -85,10 +85,6 @@ class SparseRows:
         """Copy the arrays, too."""
         return self[:]
 
-    def arrays(self) -> list[np.ndarray]:
-        """Return the arrays that determine the values, for comparisons."""
-        return [self.starts, self.columns, self.data]
-
     def divided(self, num_replicas: int) -> "DividedRows":
         """Divide `[R*b, ...]` between replicas: the first `b` rows are replica 0's."""
         size = len(self) // num_replicas
