@@ -211,6 +211,12 @@ def global_norm(replicas: Any, norm: Any, batch: Any) -> Any:
     return out
 
 
+def jitted_inside(replicas: Any, model: Any, batch: Any) -> Any:
+    grads, _ = nnx.jit(nnx.grad(loss_of, has_aux=True))(model, batch)
+    mean = replicas.mean(grads)
+    nnx.update(model, jax.tree.map(jnp.subtract, nnx.state(model, nnx.Param), mean))
+
+
 def returns_an_object(replicas: Any, model: Any, batch: Any) -> Any:
     return model
 
@@ -360,6 +366,7 @@ NNX = {
         refused={NOT_CENTRAL: (TypeError, "nnx.pop")} | CENTRAL,
     ),
     "sow and pop": nnx_case(step=pops, start=lambda _: Sown(nnx.Rngs(0))),
+    "nnx.jit in the step": nnx_case(step=jitted_inside, start=mlp),
     "clones": nnx_case(step=trains_a_clone, start=mlp),
     "average of weights": nnx_case(
         step=moving_average, start=lambda r: (mlp(r), mlp(r))
@@ -429,6 +436,31 @@ class LinenAttention(linen.Module):
         return linen.MultiHeadDotProductAttention(num_heads=2)(x).sum(2)
 
 
+class LinenShared(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = linen.Dense(6)
+        return layer(jnp.tanh(layer(x)))
+
+
+class LinenConv(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.remat(linen.Conv)(3, (3,))(x[..., None]).mean(1)
+
+
+class LinenLayers(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def layer(dense: Any, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(dense(x)), None
+
+        scan = linen.scan(
+            layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
+        return scan(linen.Dense(6), x, None)[0]
+
+
 def linen_training(model: Any) -> Case:
     def start(_: Any) -> Any:
         params = model.init(jax.random.key(0), jnp.ones((1, 6)))
@@ -462,6 +494,9 @@ LINEN = {
     "TrainState": linen_training(Linen()),
     "RNN": linen_training(LinenRecurrent()),
     "attention": linen_training(LinenAttention()),
+    "shared weights": linen_training(LinenShared()),
+    "Conv and remat": linen_training(LinenConv()),
+    "scan": linen_training(LinenLayers()),
     "Dropout": Case(
         step=linen_dropped,
         start=lambda _: jax.random.key(0),
