@@ -251,6 +251,25 @@ def counted(replicas: Any, metric: Any, batch: Any) -> Any:
     metric.update(values=batch[0].sum())
 
 
+def swapped(replicas: Any, model: Any, batch: Any) -> Any:
+    a, b = model["layers"]
+    a.kernel, b.kernel = b.kernel, a.kernel
+    a.bias = nnx.Param(a.bias + replicas.sum(batch[1].sum()))
+    return b(jnp.tanh(a(batch[0])))
+
+
+def in_nnx_jit(replicas: Any, objects: Any, batch: Any) -> Any:
+    return nnx.jit(lambda objects: trained(replicas, objects, batch))(objects)
+
+
+def in_nnx_scan(replicas: Any, objects: Any, batch: Any) -> Any:
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def steps(objects: Any, _: Any) -> Any:
+        return objects, trained(replicas, objects, batch)
+
+    return steps(objects, jnp.arange(3))[1]
+
+
 OUTER = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
 
 
@@ -296,6 +315,14 @@ NNX = {
             batch[1].sum() < 0, lambda m: m.reset(), lambda _: None, metric
         ),
         start=lambda _: nnx.metrics.Welford(),
+    ),
+    "nnx.jit of the step": training(MLP, nnx.metrics.Accuracy, step=in_nnx_jit),
+    "nnx.scan of steps": training(MLP, nnx.metrics.Accuracy, step=in_nnx_scan),
+    "variables are swapped and replaced": nnx_case(
+        step=swapped,
+        start=lambda _: nnx.Dict(
+            layers=nnx.List(nnx.Linear(6, 6, rngs=nnx.Rngs(i)) for i in range(2))
+        ),
     ),
     "Conv": training(Conv),
     "shared weights": training(Tied),
