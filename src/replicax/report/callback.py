@@ -78,11 +78,15 @@ class Report(LateCallback):
         """Start recording.
 
         Raises:
+            RuntimeError: If it is called outside of `fit`.
             ValueError: If this `fit` has another `Report`.
         """
         model: Any = self.model
         session = session_of(model)
-        assert session is not None, "Pass Report to fit(callbacks=[...])."
+        if session is None:
+            raise RuntimeError(
+                "Report: called outside of fit. Pass it to fit(callbacks=[...])."
+            )
         if session.strategy.runner.is_dry:
             return  # A plan trains nothing and must not overwrite an existing page.
         if session.recorder is not None:
