@@ -13,18 +13,20 @@ import jax
 import keras
 from data import Data
 
-__all__ = ["EpochTimer", "devices", "parser", "plot_history", "print_report"]
+__all__ = [
+    "EpochTimer",
+    "add_replicas",
+    "devices",
+    "parser",
+    "plot_history",
+    "print_report",
+]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all examples take."""
-    result = argparse.ArgumentParser(description=description)
-    result.add_argument(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help="number of devices; default: all accelerators, else 2 logical CPU devices",
-    )
+    """The options of the examples that train on images; `description`: a docstring."""
+    result = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    add_replicas(result)
     result.add_argument(
         "--data",
         metavar="PATH",
@@ -35,6 +37,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--batch-size", type=int, default=32, metavar="N", help="per replica"
     )
     return result
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    """Add the option for `devices`."""
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="number of devices; default: all accelerators, else 2 logical CPU devices",
+    )
 
 
 def devices(num_replicas: int | None) -> list[str] | None:

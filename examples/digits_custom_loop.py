@@ -15,7 +15,7 @@ from data import load
 
 
 def main() -> None:
-    parser = common.parser(__doc__.splitlines()[0])
+    parser = common.parser(__doc__)
     parser.add_argument(
         "--functional", action="store_true", help="use value_and_grad, not a tape"
     )

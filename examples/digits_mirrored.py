@@ -15,7 +15,7 @@ from data import load
 
 
 def main() -> None:
-    parser = common.parser(__doc__.splitlines()[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--plot", default="digits_mirrored.png", metavar="PATH")
     options = parser.parse_args()
     keras.utils.set_random_seed(0)

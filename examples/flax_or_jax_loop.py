@@ -59,7 +59,7 @@ def num_correct(parameters, batch, mask):
 
 
 def main() -> None:
-    options = common.parser(__doc__.splitlines()[0]).parse_args()
+    options = common.parser(__doc__).parse_args()
     data = load(options.data)
 
     strategy = rx.MirroredStrategy(common.devices(options.replicas))

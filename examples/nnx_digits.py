@@ -58,7 +58,7 @@ def make_strategy(options):
 
 
 def main() -> None:
-    options = common.parser(__doc__.splitlines()[0]).parse_args()
+    options = common.parser(__doc__).parse_args()
     strategy = make_strategy(options)
     data = load(options.data)
     global_batch = options.batch_size * strategy.num_replicas_in_sync

@@ -67,7 +67,7 @@ def make_strategy(options):
 
 
 def main() -> None:
-    parser = common.parser(__doc__.splitlines()[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--shard-update", action="store_true")
     options = parser.parse_args()
     strategy = make_strategy(options)

@@ -1,5 +1,6 @@
 """The examples, each run as a user runs it, on the digits and two CPU devices."""
 
+import functools
 import os
 import re
 import subprocess
@@ -168,6 +169,45 @@ def test_equinox_on_two_workers(tmp_path: Path) -> None:
     assert losses_in(chief) == pytest.approx(losses_in(alone), rel=1e-3, abs=2e-4)
     assert accuracy_in(chief) > 0.95
     assert "epoch" not in other
+
+
+def steps_in(output: str) -> dict[int, float]:
+    """The loss of each step that is printed."""
+    pairs = re.findall(r"^step +(\d+)  loss ([\d.]+)$", output, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in pairs}
+
+
+TRANSFORMER = ("nnx_transformer.py", "--width=64", "--layers=2")
+# float32 sums in another order differ by 1e-7, and Adam divides small gradients by
+# their own size.
+same_losses = functools.partial(pytest.approx, rel=1e-5)
+
+
+def test_a_transformer_resumes_on_another_number_of_devices(tmp_path: Path) -> None:
+    def train(*arguments: str) -> dict[int, float]:
+        return steps_in(run_example(*TRANSFORMER, *arguments, cwd=tmp_path))
+
+    whole = train("--replicas=1", "--steps=20")
+    assert list(whole) == [10, 20]
+    assert whole[20] < whole[10] < 4, "It learns."
+    assert train("--replicas=4", "--steps=10") == same_losses({10: whole[10]})
+    saves = f"--checkpoint={tmp_path / 'saved'}"
+    assert not train("--replicas=4", "--steps=3", saves)
+    assert train("--replicas=2", "--steps=10", saves) == same_losses({10: whole[10]})
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200)
+def test_a_transformer_on_two_workers_of_two_devices(tmp_path: Path) -> None:
+    name, *arguments = (*TRANSFORMER, "--steps=10")
+    results = replicax.testing.run(
+        EXAMPLES / name, num_workers=2, args=arguments, deadline_seconds=180
+    )
+    alone = run_example(name, *arguments, "--replicas=2", cwd=tmp_path)
+    chief, other = results["worker:0"].output, results["worker:1"].output
+    assert list(steps_in(chief)) == [10]
+    assert steps_in(chief) == same_losses(steps_in(alone))
+    assert not steps_in(other)
 
 
 @pytest.mark.slow

@@ -190,6 +190,29 @@ def test_trees_are_restored_in_the_layout_of_the_target(
     assert_equal(linen_step(other.state).params, linen_step(first.state).params)
 
 
+def test_shapes_are_restored_as_arrays(tmp_path: Path) -> None:
+    strategy = STRATEGIES["fully sharded"]()
+
+    def init(seed: int) -> Any:
+        pure = nnx.to_pure_dict(nnx.state(Net(seed, rate=0.5)))
+        return {"pure": pure, "state": nnx.state(Net(seed)), "key": jax.random.key(1)}
+
+    saved = strategy.init(init, 0)
+    path = rx.Checkpoint(tree=saved).write(tmp_path / "c")
+    shapes = jax.eval_shape(functools.partial(init, 1))
+    other = rx.Checkpoint(tree=strategy.shard(shapes))
+    with pytest.raises(rx.CheckpointError, match=r"tree/.* a jax\.ShapeDtypeStruct"):
+        other.write(tmp_path / "d")
+    other.restore(path).assert_consumed()
+    assert_equal(other.tree, saved)
+    arrays, expected = jax.tree.leaves(other.tree), jax.tree.leaves(saved)
+    assert [x.sharding for x in arrays] == [x.sharding for x in expected]
+    assert not all(x.is_fully_replicated for x in arrays)
+    on_one = rx.Checkpoint(tree=jax.eval_shape(functools.partial(init, 1)))
+    on_one.restore(path).assert_consumed()
+    assert_equal(on_one.tree, saved)
+
+
 def test_the_state_of_a_module_is_its_checkpoint_too(tmp_path: Path) -> None:
     path = rx.Checkpoint(model=nnx.state(Net(0))).write(tmp_path / "c")
     model, other = Net(1), Net(2)

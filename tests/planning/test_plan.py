@@ -287,6 +287,18 @@ def test_a_step_that_does_not_train_is_an_error() -> None:
         rx.plan(strategy, model, (), topology="abacus:3")
 
 
+def test_a_watched_step_is_for_the_command() -> None:
+    strategy = rx.MirroredStrategy(["cpu:0"])
+
+    def train_step(state, x):
+        return state + x.sum()
+
+    step = strategy.watch(jax.jit(train_step))
+    shape = jax.ShapeDtypeStruct((), "float32")
+    with pytest.raises(TypeError, match=r"train_step.*replicax plan --topology cpu:2"):
+        rx.plan(strategy, step, (shape, shape), topology="cpu:2")
+
+
 def test_variables_off_the_replicas_are_an_error() -> None:
     strategy = rx.CentralStorageStrategy(["cpu:0", "cpu:1"], parameter_device="cpu:2")
     model = make_model(strategy)

@@ -47,7 +47,8 @@ class Checkpoint:
             generators; NNX modules, optimizers, metrics and states; numbers and
             strings; arrays; Grain iterators and other objects with `get_state` and
             `set_state`, or `state_dict` and `load_state_dict`; pytrees of all these,
-            whose functions are not saved. A compiled model includes its optimizer.
+            whose functions are not saved. A compiled model includes its optimizer. A
+            restore replaces each `jax.ShapeDtypeStruct` by an array in its sharding.
 
     Raises:
         TypeError: For an object that cannot be saved.
@@ -86,6 +87,7 @@ class Checkpoint:
     if TYPE_CHECKING:  # Objects are attributes.
 
         def __getattr__(self, name: str) -> PyTree: ...
+        def __setattr__(self, name: str, value: PyTree) -> None: ...
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Save under `path` and an increasing number: `ckpt-1`, `ckpt-2`, ...

@@ -5,10 +5,11 @@ An entry has functions to read and to write a part of an object.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.sharding import NamedSharding
@@ -19,7 +20,6 @@ from replicax._util.types import JSON, PyTree
 from replicax.checkpoint.nnx_variables import is_nnx_object, variables_of
 from replicax.checkpoint.variable_names import HasVariables, named_variables
 from replicax.engine import device_put
-from replicax.engine.composites import is_key
 from replicax.engine.protocols import STATE_HOME
 from replicax.errors import CheckpointError
 
@@ -190,7 +190,7 @@ def _leaf_entries(
         return [*own, remote]
     if accessors := state_accessors(leaf):
         return [_value_entry(name, *accessors, of_worker=True)]
-    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
         return [_array_entry(name, leaf, put)]
     if isinstance(leaf, bool | int | float | str | bytes):
         return [_value_entry(name, lambda: leaf, put, of_worker=False)]
@@ -240,10 +240,10 @@ def _variable_entry(name: str, variable: keras.Variable) -> ArrayEntry:
 
 def _array_entry(
     name: str,
-    leaf: np.ndarray | np.generic | jax.Array,
+    leaf: np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct,
     put: Callable[[np.ndarray | np.generic | jax.Array], None],
 ) -> ArrayEntry:
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return _jax_entry(name, leaf, put)
     is_scalar = isinstance(leaf, np.generic)
     return ArrayEntry(
@@ -257,31 +257,59 @@ def _array_entry(
 
 
 def _jax_entry(
-    name: str, leaf: jax.Array, put: Callable[[jax.Array], None]
+    name: str,
+    leaf: jax.Array | jax.ShapeDtypeStruct,
+    put: Callable[[jax.Array], None],
 ) -> ArrayEntry:
-    if is_key(leaf):
-        implementation = jax.random.key_impl(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data, implementation = _key_data(leaf)
 
         def put_key(data: jax.Array) -> None:
             put(jax.random.wrap_key_data(data, impl=implementation))
 
-        return _jax_entry(name, jax.random.key_data(leaf), put_key)
+        return _jax_entry(name, data, put_key)
+    is_committed = isinstance(leaf, jax.ShapeDtypeStruct) or leaf.committed
+
+    def read() -> jax.Array:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise CheckpointError(
+                f"Checkpoint: {name} is a jax.ShapeDtypeStruct, which has no values to "
+                "save. Restore a checkpoint first, or pass an array."
+            )
+        return leaf
 
     def write(x: np.ndarray) -> None:
         # A copy: JAX may keep using the NumPy array's memory.
-        if isinstance(leaf.sharding, NamedSharding):
+        if not isinstance(leaf.sharding, NamedSharding):
+            put(jax.device_put(x.copy(), leaf.sharding if is_committed else None))
+        elif not device_put.has_no_devices(leaf.sharding):
             put(device_put.laid_out(x.copy(), leaf.sharding))
-        else:
-            put(jax.device_put(x.copy(), leaf.sharding if leaf.committed else None))
 
     return ArrayEntry(
         name=name,
         label=name,
         shape=leaf.shape,
         dtype=str(leaf.dtype),
-        read=lambda: leaf,
+        read=read,
         write=write,
     )
+
+
+def _key_data(
+    keys: jax.Array | jax.ShapeDtypeStruct,
+) -> tuple[jax.Array | jax.ShapeDtypeStruct, Hashable]:
+    """Return the data of random keys, or its shape, and the keys' implementation."""
+    if isinstance(keys, jax.Array):
+        return jax.random.key_data(keys), jax.random.key_impl(keys)
+    implementations = []
+
+    def data_of(keys: jax.Array) -> jax.Array:
+        implementations.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    data = jax.eval_shape(data_of, keys)
+    shape = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=keys.sharding)
+    return shape, implementations[0]
 
 
 def to_host(

@@ -61,6 +61,9 @@ class WatchedStep(Generic[P, T]):
         self._name = f"watch({describe(step)})"
         self._operations: dict[Hashable, Operation] = {}
 
+    def __repr__(self) -> str:
+        return f"<{self._name}>"
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the step as the next operation of all workers.
 

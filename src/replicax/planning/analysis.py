@@ -7,6 +7,7 @@ import jax
 import keras
 
 from replicax._util.types import PyTree
+from replicax.jax_loops.watched import WatchedStep
 from replicax.planning.capture import (
     Capture,
     capture_call,
@@ -72,6 +73,7 @@ def plan(
     Raises:
         DeviceError: For an unknown topology; the message lists the known ones.
         ImportError: Without the compiler for TPUs or GPUs.
+        TypeError: For a step of `Strategy.watch`, which `replicax plan` estimates.
         ValueError: If the step does not train.
 
     Example:
@@ -92,6 +94,12 @@ def plan(
         link_bandwidth=link_bandwidth,
         network_bandwidth=network_bandwidth,
     )
+    if isinstance(step, WatchedStep):
+        raise TypeError(
+            f"plan: {step!r} has its arrays and shardings on the devices here. To "
+            "estimate it on others, run its script with: replicax plan --topology "
+            f"{topology} script.py"
+        )
     if isinstance(step, keras.Model):
         if kwargs:
             raise TypeError(

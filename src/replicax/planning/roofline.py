@@ -92,14 +92,14 @@ _ADVICE = {
         "step, use more devices or a smaller model."
     ),
     "memory bandwidth": (
-        "The devices wait for their memory more than they multiply. "
-        "keras.mixed_precision.set_global_policy('mixed_bfloat16') halves the bytes of "
-        "a float32 model. Use wider layers, or, if most bytes are weights and "
+        "The devices wait for their memory more than they multiply. Compute in "
+        "bfloat16, which halves the bytes of a float32 model (Keras: the policy "
+        "'mixed_bfloat16'), use wider layers, or, if most bytes are weights and "
         "optimizer state, a larger batch per device."
     ),
     "interconnect": (
         "The devices wait for each other. Use a larger batch per device, accumulate "
-        "gradients over several batches (the optimizer's gradient_accumulation_steps), "
+        "gradients over several batches (Keras: gradient_accumulation_steps), "
         "or use fewer devices."
     ),
     "network": (
@@ -108,8 +108,8 @@ _ADVICE = {
     ),
     "memory capacity": (
         "The step does not fit into a device's memory. Use a smaller batch per device, "
-        "keras.mixed_precision.set_global_policy('mixed_bfloat16') for a float32 "
-        "model, recomputation (keras.RematScope), or devices with more memory."
+        "bfloat16 for a float32 model (Keras: the policy 'mixed_bfloat16'), "
+        "recomputation (jax.checkpoint; keras.RematScope), or devices with more memory."
     ),
 }
 
