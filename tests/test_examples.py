@@ -98,7 +98,6 @@ def test_loop_with_optax(tmp_path: Path) -> None:
     assert accuracy_in(divided) == pytest.approx(accuracy_in(whole), abs=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
 def test_loop_with_optax_on_two_workers() -> None:
@@ -119,7 +118,6 @@ def losses_in(output: str) -> list[float]:
     return [float(x) for x in re.findall(r"^epoch.* loss ([\d.]+)", output, re.M)]
 
 
-@pytest.mark.slow
 def test_nnx_on_one_device_and_on_two(tmp_path: Path) -> None:
     arguments = ("nnx_digits.py", "--epochs=10")
     one = run_example(*arguments, "--replicas=1", "--batch-size=64", cwd=tmp_path)
@@ -130,7 +128,6 @@ def test_nnx_on_one_device_and_on_two(tmp_path: Path) -> None:
     assert accuracy_in(two) > 0.95
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
 def test_nnx_on_two_workers(tmp_path: Path) -> None:

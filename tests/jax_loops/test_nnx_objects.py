@@ -213,6 +213,27 @@ def test_each_replica_draws_from_its_own_key() -> None:
     assert dropout.rngs.key[...] is key
 
 
+@pytest.mark.parametrize("number", [1, 4])
+def test_keys_that_a_step_assigns_are_kept(number: int) -> None:
+    """A key of all replicas as it is; one that a replica derives from the first."""
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(number)])
+    rngs = nnx.Rngs(dropout=1, other=2, last=3)
+    before = rngs.other.key[...]
+
+    def reseed(rngs: nnx.Rngs) -> None:
+        rngs.dropout.key[...] = jax.random.key(7)
+        rngs.last.key[...] = jax.random.split(rngs.last.key[...])[1]
+        nnx.cond(True, lambda r: None, lambda r: None, rngs)
+
+    strategy.run(reseed, args=(rngs,))
+    assert rngs.dropout.key[...] == jax.random.key(7)
+    assert rngs.other.key[...] == before
+    first = nnx.Rngs(last=3).last.key[...]
+    if number > 1:
+        first = jax.random.fold_in(first, 0)
+    assert rngs.last.key[...] == jax.random.split(first)[1]
+
+
 def test_methods_and_callable_objects() -> None:
     class Counter(nnx.Module):
         def __init__(self) -> None:

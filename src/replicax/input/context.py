@@ -27,6 +27,9 @@ class InputContext:
         input_pipeline_id: This pipeline's index, from 0.
         num_replicas_in_sync: Number of replicas of all workers.
 
+    Raises:
+        ValueError: If `input_pipeline_id` is not a pipeline's index.
+
     Example:
         The second of 2 workers with 4 replicas each gets:
 
@@ -44,6 +47,13 @@ class InputContext:
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
+            raise ValueError(
+                f"InputContext: got input_pipeline_id={self.input_pipeline_id!r}, "
+                f"expected 0 to {self.num_input_pipelines - 1}, one per pipeline."
+            )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Compute the number of examples in one replica's part of a global batch.

@@ -346,6 +346,11 @@ class DistributedIterator(Iterator[PyTree]):
         """Go to a position from `get_state`, in an epoch over the same data."""
         before = self.get_state()
         position = {**before, **state, "num_batches": state["num_batches"]}
+        if min(position.values()) < 0:
+            raise ValueError(
+                f"set_state: got {dict(state)!r}, expected the result of get_state: "
+                "'iteration' and 'num_batches', both >= 0."
+            )
         if position != before:
             self.close()
             self._source = None

@@ -188,11 +188,14 @@ class NNXObjects:
                 "ref=True or hijax=True. Make it without: run changes NNX variables "
                 "in place."
             )
+        aggregation = "sum" if is_sum else "none"
         if is_key(array):
             self._key_impls[len(self._variables)] = jax.random.key_impl(array)
             array = jax.random.key_data(array)
+            aggregation = "only_first_replica"  # Replicas fold their number in.
         dtype = jnp.result_type(array)
-        is_mean = isinstance(leaf, nnx.BatchStat) and jnp.issubdtype(dtype, jnp.inexact)
+        if isinstance(leaf, nnx.BatchStat) and jnp.issubdtype(dtype, jnp.inexact):
+            aggregation = "mean"
         *outer, name = (x.replace("/", "|") for x in names)
         with contextlib.ExitStack() as scopes:
             for part in outer:
@@ -203,7 +206,7 @@ class NNXObjects:
                 str(dtype),
                 trainable=isinstance(leaf, nnx.Param),
                 autocast=False,
-                aggregation="mean" if is_mean else "sum" if is_sum else "none",
+                aggregation=aggregation,
                 name=name,
             )
         internals.write_values([variable], [None])
@@ -223,8 +226,13 @@ class NNXObjects:
             finally:
                 values = internals.read_values(self._variables)
                 internals.write_values(self._variables, itertools.repeat(None))
-                for number in self._key_impls:  # Steps do not change keys.
-                    values[number] = call.arrays[number]
+                for number, impl in self._key_impls.items():
+                    key, data = self._placed_keys[number]
+                    values[number] = (
+                        key
+                        if values[number] is data
+                        else jax.random.wrap_key_data(values[number], impl=impl)
+                    )
                 contents = jax.tree.unflatten(self._structure, values)
                 nnx = sys.modules["flax.nnx"]
                 for leaf, content in zip(call.leaves, contents, strict=True):
@@ -265,9 +273,10 @@ class NNXObjects:
 
         context = current_context()
         assert context is not None
+        keys = {n: self._variables[n].value for n in self._key_impls}
         before = [v.value for v in self._variables]
-        for number in self._key_impls:
-            before[number] = self._key_of_replica(number, before[number], context)
+        for number, data in keys.items():
+            before[number] = self._key_of_replica(number, data, context)
         contents = jax.tree.unflatten(self._structure, before)
         objects = nnx.graph.unflatten(self._graphdef, contents)
         args, kwargs = jax.tree.map(
@@ -282,7 +291,7 @@ class NNXObjects:
                 f"{caller}: results{path} is an NNX object, {kind}. The caller's "
                 "objects are changed in place: return arrays, or nnx.state(object)."
             )
-        self._assign(objects, before, caller)
+        self._assign(objects, before, keys, caller)
         return results
 
     def _key_of_replica(
@@ -296,9 +305,16 @@ class NNXObjects:
         return folded.reshape(key.shape)
 
     def _assign(
-        self, objects: tuple[Any, ...], before: Sequence[jax.Array], caller: str
+        self,
+        objects: tuple[Any, ...],
+        before: Sequence[jax.Array],
+        keys: Mapping[int, jax.Array],
+        caller: str,
     ) -> None:
-        """Assign what the function has changed to the variables."""
+        """Assign what the function has changed to the variables.
+
+        `before` are the values that it got, `keys` the data of keys, not folded.
+        """
         graphdef, paths, _, contents = _flat(objects)
         after, structure = jax.tree.flatten(contents)
         if (graphdef, structure) != (self._graphdef, self._structure):
@@ -312,7 +328,7 @@ class NNXObjects:
             )
         for number, variable in enumerate(self._variables):
             old, new = before[number], after[number]
-            if new is old or number in self._key_impls:
+            if new is old:
                 continue
             kind = (jnp.shape(new), jnp.result_type(new))
             if kind != (old.shape, old.dtype) or self._is_attribute[number]:
@@ -321,6 +337,10 @@ class NNXObjects:
                     f"{variable.path}, {old.dtype}{list(old.shape)}. Assign arrays of "
                     "the same shape and dtype, and only to NNX variables."
                 )
+            if number in keys:  # Control flow returns keys that it does not change.
+                folded, new = jax.random.key_data(old), jax.random.key_data(new)
+                same = jnp.all(new == folded, -1, keepdims=True)
+                new = jnp.where(same, keys[number], new)
             variable.assign(new)
 
 
