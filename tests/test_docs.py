@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The most lines of a page that is read at once.
+MOST_LINES = {"CHANGELOG.md": 120, "CONTRIBUTING.md": 80, "SECURITY.md": 60}
 # Each page is a program that imports JAX and Keras: of the others `make test-all`.
 ALWAYS_RUN = {"README.md"}
 TIMEOUT_S = 120
@@ -71,7 +73,14 @@ def test_samples_run(page: Path, tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize(("name", "limit"), MOST_LINES.items())
+def test_a_page_stays_short(name: str, limit: int) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= limit
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(ROOT / name for name in MOST_LINES)], ids=page_id
+)
 def test_links_lead_to_files(page: Path) -> None:
     links = _LINK.findall(page.read_text(encoding="utf-8"))
     missing = [
