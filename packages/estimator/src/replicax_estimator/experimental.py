@@ -161,7 +161,7 @@ _History: TypeAlias = Sequence[tuple[int, float]]  # Global steps, and metric's 
 def _stagnates(
     history: _History, max_steps: float, is_better: Callable[[float, float], bool]
 ) -> bool:
-    """Whether no value was better than the best one for `max_steps` steps."""
+    """Whether the metric went `max_steps` steps without a new best value."""
     best: tuple[int, float] | None = None
     for step, value in history:
         if best is None or is_better(value, best[1]):

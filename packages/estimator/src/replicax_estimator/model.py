@@ -79,7 +79,7 @@ class EstimatorModel:
 
     def _create_variables(self, features: Features, labels: Labels) -> None:
         spec = self._call(features, labels, writes=False)
-        if not hasattr(self, "spec"):  # Later calls are placeholders.
+        if not hasattr(self, "spec"):  # A later trace makes placeholders.
             self.spec = spec
 
     def _call(
@@ -104,8 +104,8 @@ class EstimatorModel:
         for op in self.spec.train_ops:
             if not {id(v) for v in op.optimizer.variables} <= created:
                 raise rx.ContextError(
-                    f"model_fn: {type(op.optimizer).__name__} was made outside. Make "
-                    "the optimizer in the model_fn, which is called for each strategy."
+                    f"model_fn: {type(op.optimizer).__name__} was made outside it. "
+                    "Make the optimizer inside: each strategy calls the model_fn."
                 )
             trained = trainable if op.variables is None else list(op.variables)
             if not trained:
@@ -126,12 +126,12 @@ class EstimatorModel:
 
     def variables(self) -> dict[str, keras.Variable]:
         """Return a checkpoint's variables by name: no metrics and no learning rates."""
-        of_metrics = {id(v) for m in self.metrics.values() for v in m.variables}
+        metric_ids = {id(v) for m in self.metrics.values() for v in m.variables}
         state = [v for op in self.spec.train_ops for v in op.optimizer.variables]
         named: dict[str, keras.Variable] = {}
         for variable in {id(v): v for v in (*self._store.variables, *state)}.values():
             is_rate = variable.path.endswith("/learning_rate")
-            if id(variable) in of_metrics or (is_rate and not variable.trainable):
+            if id(variable) in metric_ids or (is_rate and not variable.trainable):
                 continue
             name, number = variable.path, 1
             while name in named:
@@ -182,9 +182,9 @@ class EstimatorModel:
         (_, (loss, tensors)), grads = rx.value_and_grad(
             loss_fn, self._trained, has_aux=True
         )()
-        of_variable = dict(zip(map(id, self._trained), grads, strict=True))
+        grad_of = dict(zip(map(id, self._trained), grads, strict=True))
         for (optimizer, trained), scale in zip(self._updates, scales, strict=True):
-            grads = [of_variable[id(v)] for v in trained]
+            grads = [grad_of[id(v)] for v in trained]
             if scale is not scales[0]:
                 grads = [g * (scale / scales[0]) for g in grads]
             optimizer.apply(grads, trained)

@@ -169,8 +169,8 @@ class _Evaluations(CheckpointSaverListener):
 
     def after_save(self, session: HookSession, global_step_value: int) -> None:
         """Evaluate if `throttle_secs` have passed and `end` will not evaluate."""
-        passed = time.monotonic() - (self._last_time or 0.0)
-        is_due = self._last_time is None or passed >= self._spec.throttle_secs
+        elapsed = time.monotonic() - (self._last_time or 0.0)
+        is_due = self._last_time is None or elapsed >= self._spec.throttle_secs
         if is_due and not session.is_over:
             self._evaluate(None, is_final=False)
 
@@ -251,8 +251,8 @@ def _check_cluster(estimator: Estimator, cluster: rx.ClusterSpec) -> None:
     strategy = config.train_distribute
     if estimator.is_temporary:
         raise ValueError(
-            "train_and_evaluate: the cluster has several tasks, and the estimator no "
-            "model_dir. Give it a model_dir that all tasks share."
+            "train_and_evaluate: the cluster has several tasks, but the estimator has "
+            "no model_dir. Give it a model_dir that all tasks share."
         )
     if not hasattr(strategy, "cluster_resolver"):
         raise ValueError(

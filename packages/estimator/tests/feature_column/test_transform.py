@@ -98,7 +98,7 @@ def test_wrong_features() -> None:
         fc.features_of(NUMBER, [1])
     with pytest.raises(ValueError, match="same number of rows"):
         fc.features_of([IDS, AGES], {"i": [1], "age": [1, 2]})
-    with pytest.raises(ValueError, match="no feature has a number of rows"):
+    with pytest.raises(ValueError, match="no feature has a known length"):
         fc.features_of(NUMBER, {})
 
 

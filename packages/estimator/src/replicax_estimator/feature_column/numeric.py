@@ -111,8 +111,8 @@ def numeric_column(
             unchanged.
         shape: Shape of a row.
         default_value: The number for all rows of batches without the feature.
-        dtype: A dtype of real numbers. `"float64"`: the normalizer gets float64. The
-            result is always float32.
+        dtype: A dtype of real numbers. With `"float64"`, `normalizer_fn` receives
+            float64. The result is always float32.
         normalizer_fn: Maps `[B, *shape]` to the same shape. Its argument is a NumPy
             array, or, in a traced function with raw features, a traced array.
 
@@ -180,7 +180,7 @@ class BucketizedColumn(DenseColumn, CategoricalColumn):
 
     @property
     def variable_shape(self) -> tuple[int, ...]:
-        """The numeric column's shape, and the number of buckets of a number."""
+        """The numeric column's shape, followed by the number of buckets per number."""
         return (*self.source_column.shape, len(self.boundaries) + 1)
 
     @property

@@ -32,7 +32,7 @@ def rows_of(features: RawFeatures, caller: str) -> int:
         if shape and shape[0] is not None:
             return shape[0]
     raise ValueError(
-        f"{caller}: no feature has a number of rows; got features {sorted(features)}."
+        f"{caller}: no feature has a known length; got features {sorted(features)}."
     )
 
 
@@ -118,7 +118,7 @@ def is_missing(values: np.ndarray) -> np.ndarray:
 
 
 def require_kind(values: np.ndarray, dtype: str, key: str, caller: str) -> None:
-    """Raise TypeError unless values are strings (dtype "string") or else integers."""
+    """Raise TypeError if dtype is "string" and values are integers, or vice versa."""
     if (values.dtype == object) != (dtype == "string"):
         got = "strings" if values.dtype == object else "integers"
         raise TypeError(
@@ -147,7 +147,7 @@ def fingerprints(values: np.ndarray) -> np.ndarray:
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """Return a dtype's name, `"string"` for text; TypeError: no such dtype."""
+    """Return a dtype's name, `"string"` for text; raise TypeError if it is unknown."""
     if isinstance(dtype, np.dtype) and dtype.kind in "USOT":
         return "string"
     name = getattr(dtype, "name", dtype)
