@@ -146,7 +146,7 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("tf.compat.v1.initializers.random_normal()", "stddev is 1 in TensorFlow 1"),
         ("tf.keras.utils.audio_dataset_from_directory(d)", "returns tf.data"),
         ("model.fit_generator(g, samples_per_epoch=9)", "pass the number of batches"),
-        ("opt.apply_gradients(g, global_step=s)", "counts optimizer.iterations"),
+        ("opt.apply_gradients(g, global_step=s)", "increments optimizer.iterations"),
         ("if tf.__version__.startswith('2'): x = 1", "compares TensorFlow's version"),
         ("x = tf.compat.v1.keras.layers.LSTM(3)", "hard_sigmoid in TensorFlow 1"),
         (

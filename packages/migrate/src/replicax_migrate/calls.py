@@ -197,9 +197,9 @@ _RULES: dict[str, Rule] = {
     **keras_calls.RULES,
     "losses.mean_squared_error": _old_loss,
 }
-"""By path of the function, rules for code that runs on devices."""
+"""Rules for code that runs on devices, by path of the function."""
 _HOST_RULES = {
     **dict.fromkeys(HOST_OPERATORS, lambda site: by_row(site, HOST_OPERATORS)),
     **HOST_RULES,
 }
-"""By path of the function, rules for code in input pipelines."""
+"""Rules for code in input pipelines, by path of the function."""

@@ -98,7 +98,7 @@ def _plan_labels(
 def flat_losses(
     script: Script, node: Expression | None, resolved: bool = False
 ) -> list[Expression]:
-    """The losses or metrics in nested lists and dicts; `resolved`: their values."""
+    """Losses or metrics in nested lists and dicts; `resolved` resolves variables."""
     if node is None:
         return []
     node = script.flow.resolve(node) if resolved else node
@@ -121,7 +121,7 @@ def _metric_functions(script: Script, node: Expression) -> Iterator[cst.Function
 
 
 def _depends_on_shape(script: Script, function: cst.FunctionDef, name: str) -> bool:
-    """Whether a function passes labels to other code than functions of any shape."""
+    """Whether labels go to code other than functions that accept any shape."""
     uses = [n for n in walk(function.body) if is_name(n, name)]
     paths = (script.called_path(script.call_of_arg(n)) for n in uses)
     return not all(path.startswith(NAMES["functions_of_any_shape"]) for path in paths)

@@ -120,7 +120,7 @@ def plan_kept_imports(script: Script) -> Edits:
 
 
 def report_rebound(script: Script) -> None:
-    """Report attributes of a variable that is a module of TensorFlow only at times."""
+    """Report attributes of a variable that is a TensorFlow module only in places."""
     names = script.names
     for node in script.nodes(cst.Attribute) if names.ambiguous else ():
         if not isinstance(node.value, cst.Name):
@@ -214,7 +214,7 @@ class _Imports(cst.CSTTransformer):
         return [small]
 
     def _stays(self, local: str) -> bool:
-        """Whether the port uses a name, or the original did not use it either."""
+        """Whether an import stays: the port uses it, or the original never did."""
         return local in self._used or local not in self._was_used
 
     def _leave(self, small: cst.CSTNode, reason: str) -> None:

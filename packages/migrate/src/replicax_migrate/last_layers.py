@@ -48,7 +48,7 @@ _ACTIVATION_POSITIONS = {
     "Conv2D": 99,
     "Conv1D": 99,
 }
-"""By layer, the position of the argument `activation`; 99 if only a keyword works."""
+"""Position of the argument `activation` by layer; 99 if only a keyword works."""
 _ACTIVATIONS = ("softmax", "sigmoid")
 _ARGUMENTS_OF_ALL_LAYERS = ("name", "dtype")
 _MODULES = ("", "nn", "math", "keras.activations", "keras.backend")
@@ -80,7 +80,7 @@ class FinalCalls:
         except Unported:
             self.calls.clear()
 
-    def kinds(self) -> set[str | None]:
+    def activations(self) -> set[str | None]:
         """The activations in the last calls; None for a call without one."""
         return {_activation(self._script, call) for call in self.calls}
 

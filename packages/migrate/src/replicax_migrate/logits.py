@@ -115,7 +115,7 @@ class _LossPort:
         self._losses = losses
         models = (call for call in script.calls if is_model(script, call))
         finals = [FinalCalls(script, call) for call in models]
-        finals = [final for final in finals if final.kinds() == {kind}]
+        finals = [final for final in finals if final.activations() == {kind}]
         self._inner = {node for final in finals for node in final.seen - {final.model}}
         outer = [final for final in finals if final.model not in self._inner]
         predicting = {final.model for final in outer if self._predicts_only(final)}

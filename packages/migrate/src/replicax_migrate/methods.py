@@ -188,7 +188,7 @@ def _apply_gradients(site: CallSite) -> Expression:
     function = site.script.function_of(site.node)
     in_model_fn = function is not None and calls_estimator_spec(site.script, function)
     if not in_model_fn and any(has_keyword(a, "global_step") for a in site.node.args):
-        raise Unported("apply_gradients counts optimizer.iterations: use this number")
+        raise Unported("apply_gradients increments optimizer.iterations: use it")
     return site.with_args(port_keywords(site, "apply_gradients"))
 
 
@@ -223,4 +223,4 @@ _METHODS: dict[str, Rule] = {
     "apply_gradients": _apply_gradients,
     "reset_states": _reset,
 }
-"""By name of the method, the rule."""
+"""Rules by name of the method."""

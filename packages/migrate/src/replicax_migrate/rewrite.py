@@ -174,7 +174,7 @@ def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
 
 
 def _visit_call(script: Script, node: cst.Call) -> Collection[cst.CSTNode] | None:
-    """The parts of a call to keep; None, with a report, without a counterpart."""
+    """The parts of a call to keep; None after reporting that it has no counterpart."""
     path = script.names.tf_path(node.func)
     if path is None or node in script.edits.replacements:
         return ()
@@ -191,7 +191,7 @@ def _visit_call(script: Script, node: cst.Call) -> Collection[cst.CSTNode] | Non
 
 def _call(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
     path = script.names.tf_path(node.func)
-    updated = _with_other_arguments(script, node, updated)
+    updated = _with_edited_args(script, node, updated)
     if path is None:
         site = CallSite(script, node, updated)
         return script.attempt(node, lambda: port_method(site), node)
@@ -205,7 +205,7 @@ def _call(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
     return result
 
 
-def _with_other_arguments(
+def _with_edited_args(
     script: Script, original: cst.Call, updated: cst.Call
 ) -> cst.Call:
     edits = script.edits
@@ -301,7 +301,7 @@ _UNCHANGED: dict[type, Callable[[Script, Any], Collection[cst.CSTNode] | None]] 
     ),
     cst.With: statements.items_without_effect,
 }
-"""By type of a node, a function that returns children to keep; None to keep all."""
+"""Functions by type of node: each returns the children to keep; None keeps all."""
 _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.Attribute: _attribute,
     cst.Call: _call,
@@ -316,4 +316,4 @@ _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.SimpleStatementLine: _line,
     cst.With: statements.without_needless_items,
 }
-"""By type of a node, a function that ports the node, whose children are ported."""
+"""Functions by type of node: each ports a node whose children are ported."""

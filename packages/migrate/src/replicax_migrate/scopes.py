@@ -6,8 +6,8 @@ variables at its first use, and `compile` enters the scope of the model. In Kera
 optimizer makes its variables at once, and replicax refuses variables of another scope.
 The pass moves only statements that have a line of their own, below the strategy.
 
-`fit` compiles a variable outside of models and scopes as a constant, without an error.
-The pass reports such variables.
+In `fit`, a variable outside of models and scopes silently becomes a constant of the
+compiled step. The pass reports such variables.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,7 +90,7 @@ def _called(script: Script, name: str) -> list[cst.FunctionDef]:
 
 
 def _compiles_model_of(script: Script, call: cst.Call, code: _ReachableCode) -> bool:
-    """Whether a call compiles or builds a model of code in a scope."""
+    """Whether a call compiles or builds a model that code in a scope makes."""
     if method_name(call) not in {"compile", "build"}:
         return False
     models = creations(script, object_of(call))

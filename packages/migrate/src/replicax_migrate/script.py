@@ -82,8 +82,8 @@ class Script:
         findings: The report so far.
         needed: Modules that the ported code uses, such as `"keras"`.
         edits: The joined edits of the passes so far.
-        ported_statements: By original statement, the statements of its port.
-        moved: By original statement that moves to another place, its port.
+        ported_statements: The port of each original statement: its new statements.
+        moved: The port of each original statement that moves to another place.
     """
 
     def __init__(self, module: cst.Module) -> None:
@@ -226,7 +226,7 @@ class Script:
         return keep
 
     def attempt(self, node: cst.CSTNode, rule: Callable[[], _T], default: _T) -> _T:
-        """The result of a rule; if the rule raises `Unported`, report it: `default`."""
+        """The result of a rule; `default` after reporting that it raised `Unported`."""
         try:
             return rule()
         except Unported as why:
@@ -252,7 +252,7 @@ class Script:
         return cst.parse_expression(self.local_text(target))
 
     def reference(self, node: cst.CSTNode, target: str) -> cst.BaseExpression:
-        """The expression for a target; by the original name, if its import stays."""
+        """The expression for a target, with the original name if its import stays."""
         root = first_name(node)
         local = root.value if root else ""
         is_attribute = isinstance(node, cst.Attribute)
@@ -277,8 +277,8 @@ class Script:
 
         Args:
             text: The template, with the names of modules as in `tables.toml`.
-            **values: By `name`, the expression that replaces `{name}`, in parentheses
-                if needed.
+            **values: The expression that replaces each `{name}`, in parentheses if
+                needed.
         """
         for name, value in values.items():
             is_followed = f"{{{name}}}." in text or f"{{{name}}}(" in text

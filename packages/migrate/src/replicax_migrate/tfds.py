@@ -23,7 +23,7 @@ __all__ = ["plan_loads", "unknown_loads"]
 
 _PACKAGE = "tensorflow_datasets"
 _CLASSES = {"mnist": 10, "fashion_mnist": 10, "cifar10": 10, "cifar100": 100}
-"""By data set of Keras with splits `train` and `test`, the number of classes."""
+"""The number of classes of each Keras data set with splits `train` and `test`."""
 _SHAPES = {"mnist": "(28, 28, 1)", "fashion_mnist": "(28, 28, 1)"}
 _SHAPE = "(32, 32, 3)"
 _SPLIT = re.compile(r"(train|test)(?:\[(\d+%?)?:(\d+%?)?\])?")
@@ -37,16 +37,16 @@ class _Load(NamedTuple):
         name: The name of the data set in `keras.datasets`.
         splits: The names of the splits; empty for a dictionary of all splits.
         is_list: Whether the result is a list of splits.
-        test: The condition that chooses one of two splits; else `""`.
+        condition: The condition that chooses one of two splits; else `""`.
         is_supervised: Whether examples are pairs, not dictionaries.
         info: The variable for the `info` object; None without `with_info=True`.
-        uses: By expression with this variable, the code that replaces the expression.
+        uses: The code that replaces each expression with this variable.
     """
 
     name: str
     splits: list[str]
     is_list: bool
-    test: str
+    condition: str
     is_supervised: bool
     info: cst.Name | None
     uses: dict[cst.CSTNode, str]
@@ -94,10 +94,10 @@ def _parse_load(script: Script, call: cst.Call) -> _Load:
     is_supervised = _is_true(script, values.get("as_supervised"))
     if not is_supervised and name not in _SHAPES:
         raise Unported(f": without as_supervised=True, examples of {name} have an id")
-    is_list, test, splits = _splits(script, values.get("split"))
+    is_list, condition, splits = _splits(script, values.get("split"))
     info = _info(script, call) if _is_true(script, values.get("with_info")) else None
     uses = dict(_info_uses(script, info, name)) if info is not None else {}
-    return _Load(name, splits, is_list, test, is_supervised, info, uses)
+    return _Load(name, splits, is_list, condition, is_supervised, info, uses)
 
 
 def _value(script: Script, node: Expression) -> Expression:
@@ -122,22 +122,22 @@ def _is_true(script: Script, node: Expression | None) -> bool:
 
 
 def _splits(script: Script, node: Expression | None) -> tuple[bool, str, list[str]]:
-    """The values of `is_list`, `test` and `splits` of a `_Load`."""
+    """The values of `is_list`, `condition` and `splits` of a `_Load`."""
     if node is None:
         return False, "", []
-    value, test = _value(script, node), ""
+    value, condition = _value(script, node), ""
     is_list = isinstance(value, cst.List | cst.Tuple)
     parts = elements_of(value) if is_list else [value]
     if isinstance(value, cst.IfExp):
-        parts, test = [value.body, value.orelse], script.code(value.test)
+        parts, condition = [value.body, value.orelse], script.code(value.test)
         if value is not node:
-            test = f"{script.code(node)} == {script.code(value.body)}"
+            condition = f"{script.code(node)} == {script.code(value.body)}"
         elif any(map(script.names.tf_path, find(value.test, cst.Name, cst.Attribute))):
-            raise Unported(f": the condition `{test}` has names of TensorFlow")
+            raise Unported(f": the condition `{condition}` has names of TensorFlow")
     splits = [_text(script, part) or "" for part in parts]
     if not all(_SPLIT.fullmatch(split) for split in splits):
         raise Unported(f": the split {script.code(node)} has no counterpart")
-    return is_list, test, splits
+    return is_list, condition, splits
 
 
 def _info(script: Script, call: cst.Call) -> cst.Name:
@@ -185,8 +185,8 @@ def _plan(script: Script, edits: Edits, call: cst.Call, load: _Load) -> None:
     }
     edits.new_names.update({name for pair in names.values() for name in pair})
     pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in all_splits]
-    loaded = script.local_text(f"keras.datasets.{load.name}.load_data")
-    line = f"{', '.join(pairs)} = {loaded}()"
+    load_data = script.local_text(f"keras.datasets.{load.name}.load_data")
+    line = f"{', '.join(pairs)} = {load_data}()"
     edits.insert_above(script.statement_of(call), line)
     values = [_dataset(load, split, names) for split in splits]
     if not load.splits:
@@ -195,8 +195,8 @@ def _plan(script: Script, edits: Edits, call: cst.Call, load: _Load) -> None:
     text = values[0]
     if not load.splits or load.is_list:
         text = "".join([start, *(f"\n    {value}," for value in values), "\n", end])
-    if load.test:
-        text = f"({values[0]} if {load.test} else {values[1]})"
+    if load.condition:
+        text = f"({values[0]} if {load.condition} else {values[1]})"
     value = script.template(text)
     script.note(call, _ORDER)
     edits.unchanged.add(call)
@@ -233,7 +233,7 @@ def _dataset(load: _Load, split: str, names: dict[str, tuple[str, str]]) -> str:
 
 
 def _index(text: str | None, labels: str) -> str:
-    """The code for the bound of a slice: of a number of examples, or a percentage."""
+    """The code for a slice bound given as a number of examples or a percentage."""
     if text is None or text in {"0", "0%", "100%"}:
         return ""
     percent = text.removesuffix("%")
