@@ -174,7 +174,7 @@ def test_a_crash_loop_of_a_worker_is_ended(run: Callable[..., Result]) -> None:
     result = run(CRASHES, "--max-restarts", "50")
     assert result.exit_code == 137, result.output
     assert result.stdout.count("| done") == 2
-    assert "Three restarts in a row brought no step more" in result.stderr
+    assert "Three restarts in a row brought no progress" in result.stderr
     assert "after 3 restarts" in result.stderr.splitlines()[-1]
 
 

@@ -62,8 +62,8 @@ def guard(announcements: int, folder: str) -> None:
         timeout = None if launcher in unread else _STRAGGLER_S
         if not select.select(list(unread), [], [], timeout)[0]:
             break
-        # A task registers before the launcher reports its end. Reading reports first
-        # ensures that their registrations are readable; those are applied first.
+        # A task registers before the launcher reports the task's end. So read reports
+        # first, then registrations, which include those of all reported tasks.
         lines = {d: _read_lines(d, unread) for d in (launcher, announcements)}
         for line in lines[announcements] + lines[launcher]:
             (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))

@@ -156,7 +156,7 @@ _PERMANENT = GiveUp(
     "It would fail again", "permanent: another attempt would fail again"
 )
 CRASH_LOOP = GiveUp(
-    "Three restarts in a row brought no step more",
+    "Three restarts in a row brought no progress",
     "retryable, but three attempts in a row got no further: a crash loop",
 )
 _NONE_LEFT = GiveUp("No restart is left", "retryable, but no restart is left")

@@ -58,7 +58,7 @@ class Gang:
         steps: The last step of each failed attempt; -1: unknown.
         restart_at: Time of the next restart; None: the tasks run, or have ended.
         ended: The final state in a word; None: the tasks have not ended.
-        leaving_until: When tasks whose script ended too early must have exited.
+        exit_deadline: When tasks whose script ended too early are terminated.
     """
 
     names: Sequence[str]
@@ -74,7 +74,7 @@ class Gang:
     steps: list[int] = dataclasses.field(default_factory=list)
     restart_at: float | None = None
     ended: str | None = None
-    leaving_until: float | None = None
+    exit_deadline: float | None = None
     _earlier_steps: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -116,7 +116,7 @@ class Gang:
             self._earlier_steps = self.steps_by_task()
         self.num_starts += 1
         self.exited, self.failed = {}, []
-        self.restart_at = self.ended = self.leaving_until = None
+        self.restart_at = self.ended = self.exit_deadline = None
         self._clear_folder()
         variables = {
             **self.environment,

@@ -196,7 +196,7 @@ class Job(Supervisor):
             self._say(f"{failure.message} {reason}: {outcome}.")
 
     def _restart(self) -> None:
-        """Restart the gangs whose wait has ended; after the end of the job, none."""
+        """Restart the gangs whose wait has ended, unless the job has ended."""
         waiting = [gang for gang in self._gangs if gang.restart_at is not None]
         for gang in waiting:
             if self._is_over:
@@ -207,7 +207,7 @@ class Job(Supervisor):
                     self._reason = "a signal came before the restart"
             elif gang.restart_at is not None and gang.restart_at <= time.monotonic():
                 for name, environment in gang.begin().items():
-                    self._console.pop_last_lines(name)  # Drop the last attempt's.
+                    self._console.pop_last_lines(name)  # Drop the old output.
                     self.restart(name, environment)
 
     def progress(self) -> list[tuple[str, ...]]:
@@ -242,10 +242,10 @@ class Job(Supervisor):
     def _end_the_rest(self, gang: Gang) -> None:
         if self.signal is not None:
             return  # The tasks are in their grace period already.
-        if gang.leaving_until is None:
-            gang.leaving_until = time.monotonic() + _LEAVE_S
+        if gang.exit_deadline is None:
+            gang.exit_deadline = time.monotonic() + _LEAVE_S
         rest = set(gang.names) - set(gang.exited) - set(self._kill_at)
-        if rest and time.monotonic() < gang.leaving_until:
+        if rest and time.monotonic() < gang.exit_deadline:
             # Let a task whose script has ended exit by itself, with its own status.
             rest -= {r.culprit for r in gang.reports if r.kind == "exited"}
         if rest:

@@ -150,7 +150,7 @@ class TaskProcesses:
         commands: The program and its arguments for each task, by name.
         environments: The complete environment of each task, by name.
         on_output: Called in the thread with the tasks' output to stdout and stderr.
-        cores: The cores that each task is pinned to; other tasks may use all.
+        cores: The cores that tasks are pinned to; a task without an entry may use all.
         folder: The tasks' temporary folder, which the guard deletes.
         new_task: Makes a task from its name and process.
 
