@@ -60,7 +60,7 @@ def plan(
         kwargs: Keyword arguments of a replica function.
         topology: A slice of TPU chips, such as `"v5e:2x4"`; NVIDIA GPUs, `"h100:8"` of
             one host or `"h100:4x8"` of four; or devices of this machine, `"cpu:8"` or
-            `"gpu:4"`. Only these must be present.
+            `"gpu:4"`. Only devices of this machine must be present.
         num_slices: Number of TPU slices, which the hosts' network connects.
         link_bandwidth: Bytes per second, in one direction, that a device sends to the
             other devices of its slice or host; None: the published figure.
@@ -235,8 +235,8 @@ def _notes_of_loops(summary: ProgramSummary, work: Work) -> list[str]:
     subject = f"{loops} loop{'s' if loops > 1 else ''} in the step"
     if work.schedule is not None:
         return [f"{subject} of unknown length: one iteration of each counts."]
-    once = f"; for {unknown} of unknown length, so do FLOPs" if unknown else ""
-    return [f"{subject}: bytes moved count one iteration of each{once}."]
+    once = f"; FLOPs too for {unknown} of unknown length" if unknown else ""
+    return [f"{subject}: bytes are counted for one iteration of each{once}."]
 
 
 def _notes_of_memory(memory: Memory | None, *, is_card: bool) -> list[str]:

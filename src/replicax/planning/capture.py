@@ -65,7 +65,7 @@ class Capture:
     Attributes:
         home: The placement of variables: a CPU of this machine.
         name: The name of the training step.
-        lowered: The training step's program; None before it.
+        lowered: The training step's program; None until it is captured.
         num_steps: The number of steps in one run of the program.
     """
 
@@ -260,7 +260,7 @@ def _as_arrays(tree: PyTree, num_replicas: int) -> PyTree:
             return np.broadcast_to(np.zeros((), x.dtype), x.shape)
         return x
 
-    def of_all(x: PyTree) -> PyTree:
+    def convert(x: PyTree) -> PyTree:
         if not isinstance(x, PerReplica):
             return array(x)
         if x.array.shape[:1] == (num_replicas,):
@@ -269,4 +269,4 @@ def _as_arrays(tree: PyTree, num_replicas: int) -> PyTree:
         shape = (num_replicas, *x.array.shape[1:])
         return PerReplica(array(jax.ShapeDtypeStruct(shape, x.array.dtype)))
 
-    return jax.tree.map(of_all, tree, is_leaf=is_per_replica)
+    return jax.tree.map(convert, tree, is_leaf=is_per_replica)

@@ -68,7 +68,7 @@ class Card:
         numbers = dict(re.findall(r"(major|minor): (\d+)", self.capability))
         return int(numbers["major"]), int(numbers.get("minor", 0))
 
-    def known(self) -> str:
+    def describe_names(self) -> str:
         """Describe the names of clusters of this card, for messages."""
         return (
             f"{self.name}:N, N cards of one host, up to {MAX_CARDS}, and "

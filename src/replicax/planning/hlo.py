@@ -350,7 +350,7 @@ def source_target_groups(attributes: str) -> Groups:
 
 
 def slice_groups(attributes: str) -> Groups:
-    """Parse groups of chips at the same place of several slices.
+    """Parse groups of chips: each has the chip at one position of every slice.
 
     Example:
         >>> slice_groups('_xla_megascale_target="{1,2}x{0:1}"')

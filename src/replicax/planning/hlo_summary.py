@@ -122,7 +122,7 @@ def read_program(text: str) -> ProgramSummary:
     """
     computations, entry = parse(text)
     counts: dict[Collective, int] = {}
-    loop_flops = moved = kept = 0.0
+    loop_flops = moved = moved_on_chip = 0.0
     trip_counts = []
     for call in calls(computations, entry):
         computation = computations[call.computation]
@@ -136,7 +136,7 @@ def read_program(text: str) -> ProgramSummary:
             if not call.is_fused and not call.is_async:
                 total, on_chip = _traffic(instruction, computation)
                 moved += total
-                kept += on_chip
+                moved_on_chip += on_chip
     return ProgramSummary(
         collectives=tuple(
             dataclasses.replace(collective, count=count)
@@ -144,7 +144,7 @@ def read_program(text: str) -> ProgramSummary:
         ),
         loop_flops=loop_flops,
         trip_counts=tuple(trip_counts),
-        on_chip=kept / moved if moved else 0.0,
+        on_chip=moved_on_chip / moved if moved else 0.0,
     )
 
 

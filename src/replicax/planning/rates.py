@@ -103,7 +103,7 @@ class Chip:
     noun = "slice"
     largest_scale = 256  # Number of chips up to which efficiencies are predicted.
 
-    def known(self) -> str:
+    def describe_names(self) -> str:
         """List the names of slices of this chip, for messages."""
         names = (f"{self.name}:{'x'.join(map(str, shape))}" for shape in self.shapes)
         cubes = " and boxes of such cubes" if self.num_dims == 3 else ""

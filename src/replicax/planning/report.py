@@ -208,7 +208,7 @@ class Plan:
         rows.add_row("rates", Text(self._rates()))
         if self.flops is not None and self.bytes_accessed is not None:
             rows.add_row("per device", f"{decimal(self.flops)}FLOP a step")
-            rows.add_row("", f"{decimal(self.bytes_accessed)}B a step by its memory")
+            rows.add_row("", f"{decimal(self.bytes_accessed)}B memory traffic a step")
         rows.add_row("memory", self._memory())
         if self.time is not None:
             rows.add_row("step time", Text(self._time()))
@@ -216,7 +216,7 @@ class Plan:
             rows.add_row(
                 "efficiency",
                 "  ".join(f"{s.num_devices}: {s.efficiency:.1%}" for s in self.scaling)
-                + " (devices: time on one by time there, same batch on each)",
+                + " (devices: time on one / time on all, same batch on each)",
             )
         return rows
 
@@ -354,7 +354,7 @@ def _draw_scaling(ax: "Axes", plan: Plan) -> None:
     ax.set_xticks(sizes, [f"{s.num_devices}\n{s.hardware}" for s in plan.scaling])
     ax.set_ylim(0, 105)
     ax.set_ylabel("efficiency, %")
-    ax.set_xlabel("devices, and how they lie; same batch on each")
+    ax.set_xlabel("devices and their arrangement; same batch on each")
     ax.grid(axis="y", color="#e4e7eb")
     ax.legend(frameon=False, loc="lower left")
     ax.set_title("Predicted weak scaling", size=9)

@@ -129,7 +129,7 @@ class Schedule:
     def seconds(
         self, rates: Rates, seconds_of: Callable[[Collective], float]
     ) -> tuple[float, float]:
-        """Compute the seconds in which a kernel runs, and the other seconds."""
+        """Compute the seconds with a running kernel, and the remaining seconds."""
         return _simulate(self.parts, rates, seconds_of)
 
 

@@ -185,7 +185,7 @@ def _parsed(name: str) -> tuple[Chip | Card, tuple[int, ...]]:
     kind, _, sizes = name.partition(":")
     chip = _KINDS.get(kind)
     if chip is None:
-        known = "; ".join(kind.known() for kind in _KINDS.values())
+        known = "; ".join(kind.describe_names() for kind in _KINDS.values())
         raise DeviceError(
             f"plan: unknown topology {name!r}. Known: {known}. Devices of this "
             "machine: cpu:N, gpu:N."
@@ -193,7 +193,7 @@ def _parsed(name: str) -> tuple[Chip | Card, tuple[int, ...]]:
     shape = tuple(map(int, sizes.split("x"))) if _SHAPE.fullmatch(sizes) else ()
     if not shape or not chip.has_shape(shape):
         raise DeviceError(
-            f"plan: there is no {chip.noun} {name!r}. Known: {chip.known()}."
+            f"plan: there is no {chip.noun} {name!r}. Known: {chip.describe_names()}."
         )
     return chip, shape
 
@@ -250,7 +250,7 @@ def _described_chips(
         except jax.errors.JaxRuntimeError as error:
             raise DeviceError(
                 f"plan: the installed libtpu does not know {name!r}: {error} "
-                f"Known: {chip.known()}."
+                f"Known: {chip.describe_names()}."
             ) from error
     devices = sorted(description.devices, key=lambda d: (d.process_index, d.id))
     if len(devices) != math.prod(shape) * num_slices:
