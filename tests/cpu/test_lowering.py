@@ -239,7 +239,7 @@ def test_the_users_own_programs_are_jaxs() -> None:
             lowered_by_jax(jax.grad(residual_stream), weights, stream),
         ]
 
-    rules = [lowering_rule_for_cpus(p) for p in lowering._SERVED]
+    rules = [lowering_rule_for_cpus(p) for p in lowering._RULES]
     before = texts()
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     users = jax.jit(depthwise)  # The same compiled function in and outside of a step.
@@ -248,10 +248,10 @@ def test_the_users_own_programs_are_jaxs() -> None:
     strategy.run(lambda: jax.grad(residual_stream)(weights, stream))
     assert_equal(users(x, k), results)
     assert texts() == before
-    assert rules == [lowering_rule_for_cpus(p) for p in lowering._SERVED]
+    assert rules == [lowering_rule_for_cpus(p) for p in lowering._RULES]
     assert rules == [
         (mlir._platform_specific_lowerings["cpu"].get(p) or mlir._lowerings[p]).rule
-        for p in lowering._SERVED
+        for p in lowering._RULES
     ]
     assert all(rule.__module__.startswith("jax.") for rule in map(unwrapped, rules))
 
@@ -266,14 +266,14 @@ def test_steps_of_a_strategy_are_served(monkeypatch) -> None:
     """`run`, `fit` and `predict`, with a user's compiled function within."""
     x, k = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     chosen = []
-    real = lowering._serve_convolution
+    real = lowering._choose_convolution
 
     def noting(ctx, operands, params):
         chosen.append(real(ctx, operands, params))
         return chosen[-1]
 
     table = {lax.conv_general_dilated_p: ("convolutions", noting)}
-    monkeypatch.setattr(lowering, "_SERVED", {**lowering._SERVED, **table})
+    monkeypatch.setattr(lowering, "_RULES", {**lowering._RULES, **table})
     lowering._overrides.cache_clear()
     try:
         strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])

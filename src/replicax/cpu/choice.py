@@ -24,9 +24,9 @@ Form = Literal["patches", "groups", "outputs", "sums", "taps"]
 # 14.4 -> 1.9.
 _GROUP_WEIGHTS = 16
 # A kernel with this many times the elements of input and result is not transposed. On
-# one core, 512 channels at 2x2, batch 8: 108 -> 0.9; the form's input gradient takes
-# 1.2, with a transposed kernel 9.5. With half as many weights, 128 channels at 8x8,
-# the form is not faster than XLA.
+# one core, 512 channels at 2x2, batch 8: 108 -> 0.9; the input gradient takes 1.2, or
+# 9.5 if the kernel is transposed. With half as many weights, 128 channels at 8x8, the
+# form is not faster than XLA.
 _MANY_WEIGHTS = 4
 # Maximal products in an element of a layer's output: XLA computes the products again in
 # each operation that reads the layer. With one channel, 3x3, 32 outputs at 28x28, batch

@@ -52,8 +52,8 @@ _FUSED = {
         "transpose",
     )
 }
-# Sums that are fused before one is written. For the transformer 2 to 16 are equally
-# good; convolutional networks with short stages lose 5 % with 2, and nothing with 8.
+# A sum that would fuse this many, with itself, is written. For the transformer 2 to 16
+# are equally good; convolutional nets with short stages lose 5 % with 2, none with 8.
 _MOST_SUMS = 12
 _MOST_VISITS = 256
 # Minimal elements of a written sum; XLA recomputes smaller sums at little cost.
@@ -85,7 +85,7 @@ def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
         if not is_on():
             return fn(*args, **kwargs)
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
-        flat = _served_call_p.bind(*jax.tree.leaves((args, kwargs)), jaxpr=jaxpr)
+        flat = _replicax_call_p.bind(*jax.tree.leaves((args, kwargs)), jaxpr=jaxpr)
         return jax.tree.unflatten(jax.tree.structure(out), flat)
 
     return call
@@ -104,27 +104,27 @@ def _lower_call(
         lowering_parameters=parameters, lowering_cache={}, cached_primitive_lowerings={}
     )
     inner: Any = ctx.replace(module_context=module)
-    out = mlir.core_call_lowering(inner, *operands, name="served", call_jaxpr=jaxpr)
+    out = mlir.core_call_lowering(inner, *operands, name="replicax", call_jaxpr=jaxpr)
     ctx.set_tokens_out(inner.tokens_out)
     return out
 
 
-_served_call_p = Primitive("served_call")
-_served_call_p.multiple_results = True
-_served_call_p.def_effectful_abstract_eval(
+_replicax_call_p = Primitive("replicax_call")
+_replicax_call_p.multiple_results = True
+_replicax_call_p.def_effectful_abstract_eval(
     lambda *_, jaxpr: (jaxpr.out_avals, jaxpr.effects)
 )
 # The implementation outside of `jax.jit`, for example under `jax.disable_jit`.
-_served_call_p.def_impl(lambda *args, jaxpr: jaxpr_as_fun(jaxpr)(*args))
-mlir.register_lowering(_served_call_p, _lower_call, cacheable=False)
-allow_high_operations(_served_call_p)
+_replicax_call_p.def_impl(lambda *args, jaxpr: jaxpr_as_fun(jaxpr)(*args))
+mlir.register_lowering(_replicax_call_p, _lower_call, cacheable=False)
+allow_high_operations(_replicax_call_p)
 
 
 @functools.cache
 def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
     """Make the overriding rules: pairs of a primitive and its rule, as JAX needs."""
-    rules_of_jax = {p: lowering_rule_for_cpus(p) for p in _SERVED}
-    unknown = [_SERVED[p][0] for p, rule in rules_of_jax.items() if rule is None]
+    rules_of_jax = {p: lowering_rule_for_cpus(p) for p in _RULES}
+    unknown = [_RULES[p][0] for p, rule in rules_of_jax.items() if rule is None]
     if unknown:
         _log.info(
             "JAX %s has no known rule that lowers %s for CPUs: JAX lowers all of them, "
@@ -139,21 +139,21 @@ def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
         # in all programs; JAX would lower sums of equal types once, as a function.
         mlir.register_lowering(ad.add_jaxvals_p, rule, cacheable=False)
     return tuple(
-        (p, functools.partial(_lower, rule, _SERVED[p][1])) for p, rule in rules.items()
+        (p, functools.partial(_lower, rule, _RULES[p][1])) for p, rule in rules.items()
     )
 
 
 def _lower(
     rule_of_jax: Any,
-    serve: "_Serve",
+    choose_fn: "_Choose",
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
     **params: Any,
 ) -> Any:
-    """Lower an operation with the function from `serve`, or else with JAX's rule."""
+    """Lower an operation with the function from `choose_fn`, or with JAX's rule."""
     fn = None
     if _is_plain(ctx, params):
-        fn = serve(ctx, operands, params)
+        fn = choose_fn(ctx, operands, params)
     if fn is None:
         return rule_of_jax(ctx, *operands, **params)
     rule: Any = mlir.lower_fun(fn, multiple_results=False)
@@ -173,7 +173,7 @@ def _is_plain(ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> bool:
     return has_sizes and all(axis is None for spec in specs for axis in spec)
 
 
-def _serve_convolution(
+def _choose_convolution(
     ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
     lhs, rhs = ctx.avals_in
@@ -184,11 +184,11 @@ def _serve_convolution(
     return functools.partial(_convolve, form=form, dtype=out.dtype, params=params)
 
 
-def _serve_pooling(
+def _choose_pooling(
     ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
     source, operand = ctx.avals_in
-    if not pooling.is_served(source, operand, params):
+    if not pooling.replaces_xla(source, operand, params):
         return None
     return functools.partial(pooling.gradient, params=params)
 
@@ -206,7 +206,7 @@ def _is_divided_by_xla(ctx: mlir.LoweringRuleContext) -> bool:
     )
 
 
-def _serve_contraction(
+def _choose_contraction(
     ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
     (of_lhs, of_rhs), (batch, _) = params["dimension_numbers"]
@@ -218,7 +218,7 @@ def _serve_contraction(
     return functools.partial(_contract, params=params)
 
 
-def _serve_sum(
+def _choose_sum(
     ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
     out: Any = ctx.avals_out[0]
@@ -322,14 +322,14 @@ def _groups_of_features(x: jax.Array, groups: int) -> jax.Array:
     return x.reshape(*x.shape[:-2], -1)
 
 
-_Serve = Callable[
+_Choose = Callable[
     [mlir.LoweringRuleContext, Sequence[Any], dict[str, Any]],
     Callable[..., jax.Array] | None,
 ]
 # Each primitive's name for messages, and the function that chooses its computation.
-_SERVED: Mapping[Any, tuple[str, _Serve]] = {
-    lax.conv_general_dilated_p: ("convolutions", _serve_convolution),
-    lax.select_and_scatter_add_p: ("gradients of max pooling", _serve_pooling),
-    lax.dot_general_p: ("contractions", _serve_contraction),
-    ad.add_jaxvals_p: ("sums of gradients", _serve_sum),
+_RULES: Mapping[Any, tuple[str, _Choose]] = {
+    lax.conv_general_dilated_p: ("convolutions", _choose_convolution),
+    lax.select_and_scatter_add_p: ("gradients of max pooling", _choose_pooling),
+    lax.dot_general_p: ("contractions", _choose_contraction),
+    ad.add_jaxvals_p: ("sums of gradients", _choose_sum),
 }

@@ -33,9 +33,9 @@ _CHOICES = ("on", "off", "tuned")
 _HEAP = "xla_multiheap_size_constraint_per_heap"
 
 # XLA of JAX 0.10 to 0.12 computes most convolutions with YNNPACK, on a single core. The
-# list below is the default of operations for YNNPACK without convolutions, which Eigen
-# then computes. On two cores with AVX-512 a step of a small CNN takes 10 ms with Eigen
-# and 17 ms with YNNPACK; a step of the benchmark's ResNet-18 takes 103 and 124 ms.
+# list below is XLA's default for YNNPACK without convolutions, so Eigen computes these.
+# On two cores with AVX-512 a step of a small CNN takes 10 ms with Eigen and 17 ms with
+# YNNPACK; a step of the benchmark's ResNet-18 takes 103 and 124 ms.
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
 

@@ -123,13 +123,13 @@ def phases(window: Window) -> Iterator[Phase]:
         tap, offset = start
         taps = len(range(tap, window.taps, step))
         outputs = len(range(first, window.outputs, spread))
-        apart = step * window.dilation // spread
-        reached = outputs + (taps - 1) * apart
+        gap = step * window.dilation // spread
+        length = outputs + (taps - 1) * gap
         low = -(offset // spread)
         yield Phase(
             first,
             slice(tap, None, step),
             Window(
-                window.size, taps, 1, low, reached - window.size - low, 1, max(1, apart)
+                window.size, taps, 1, low, length - window.size - low, 1, max(1, gap)
             ),
         )
