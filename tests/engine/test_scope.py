@@ -1,6 +1,7 @@
 """Scopes: nesting, threads and what is left after an error."""
 
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -94,10 +95,11 @@ def test_errors_leave_no_scope_open() -> None:
 
 
 def test_entered_context_restores_the_outer_one() -> None:
-    with entered_context("outer"):
+    outer = types.SimpleNamespace(trace_key=())
+    with entered_context(outer):
         with entered_context(None):
             assert current_context() is None
-        assert current_context() == "outer"
+        assert current_context() is outer
     assert current_context() is None
 
 

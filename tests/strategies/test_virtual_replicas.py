@@ -138,11 +138,12 @@ def test_datasets_from_a_function(devices: int, each: int) -> None:
         return [np.full(3, i) for i in range(2 * NUM + 1)]
 
     steps = list(strategy.distribute_datasets_from_function(make))
-    found = [[int(x[0]) for x in step.values] for step in steps]
-    assert found == [[*range(8)], [*range(8, 16)], [16]]
-    for step, numbers in zip(steps, found, strict=True):
+    found = [[x.tolist() for x in step.values] for step in steps]
+    assert found[:2] == [[[i] * 3 for i in range(n, n + 8)] for n in (0, 8)]
+    assert found[2] == [[16]] * 3, "The rows of the last batch are split."
+    for step, rows in zip(steps, found, strict=True):
         total = strategy.reduce("sum", strategy.run(jnp.sum, (step,)), axis=None)
-        assert int(total) == 3 * sum(numbers)
+        assert int(total) == np.sum(rows)
 
 
 def test_different_values_on_one_device_are_refused() -> None:

@@ -320,7 +320,7 @@ def _num_active_in(args: PyTree, kwargs: PyTree) -> int | None:
     )
     numbers: dict[int | None, str] = {}
     for path, x in leaves:
-        if isinstance(x, PerReplica):
+        if isinstance(x, PerReplica) and not x.is_block:
             numbers.setdefault(x.num_active, argument_name(path))
     if len(numbers) == 1:
         return next(iter(numbers))

@@ -63,13 +63,15 @@ class PerReplica:
         (np.float64(1.0), np.float64(2.0))
     """
 
-    __slots__ = ("array", "find_line", "num_active")
+    __slots__ = ("array", "find_line", "is_block", "num_active")
 
     def __init__(self, array: PyTree, num_active: int | None = None) -> None:
         self.array = array
         self.num_active = num_active
         # Of a result of `run`: returns the user's line that computes it, if any.
         self.find_line: Callable[[], str | None] | None = None
+        # Of a state that is divided: replicas without examples have right blocks, too.
+        self.is_block = False
 
     @property
     def values(self) -> tuple[PyTree, ...]:

@@ -49,16 +49,20 @@ class DividedState:
         return f"DividedState({self.inner!r})"
 
 
-def _of_all_replicas(value: PyTree) -> PyTree:
-    # Without `num_active`: replicas without examples hold blocks of the state, too.
-    return PerReplica(value.array) if is_per_replica(value) else value
+def _block(value: PyTree) -> PyTree:
+    """Mark a value as a block, which replicas without examples hold as well."""
+    if not is_per_replica(value):
+        return value
+    block = PerReplica(value.array)
+    block.is_block = True
+    return block
 
 
 jax.tree_util.register_pytree_with_keys(
     DividedState,
     lambda state: (((jax.tree_util.GetAttrKey("inner"), state.inner),), state.dims),
     lambda dims, children: DividedState(
-        jax.tree.map(_of_all_replicas, *children, is_leaf=is_per_replica), dims
+        jax.tree.map(_block, *children, is_leaf=is_per_replica), dims
     ),
 )
 
