@@ -1,4 +1,4 @@
-"""The arguments of a replica function: separated from their arrays, and put back."""
+"""Separates a replica function's arguments into arrays and structure, and rebuilds."""
 
 import dataclasses
 import enum
@@ -19,12 +19,7 @@ from replicax._util.types import PyTree, TreeStructure
 from replicax.engine.cache import static_key
 from replicax.engine.composites import described, is_composite, is_foreign
 from replicax.engine.module_numbers import numbers_in_modules
-from replicax.engine.values import (
-    ARRAY_TYPES,
-    PerReplica,
-    is_per_replica,
-    spread,
-)
+from replicax.engine.values import ARRAY_TYPES, PerReplica, is_per_replica, spread
 from replicax.errors import DivergenceError
 
 __all__ = [
@@ -75,8 +70,8 @@ class Arguments:
         structure: Tree structure of `(args, kwargs)`.
         kinds: The kind of each leaf.
         statics: The values of the STATIC leaves, in order.
-        lines: For arrays, by number, that are results of `run` and differ between
-            replicas: finds the line that computes them.
+        lines: For results of `run` that differ between replicas, by number of array: a
+            function that finds the line of user code that computes the result.
 
     Attributes:
         mirrored: The names of the arrays that every replica gets whole, by number, such
@@ -329,7 +324,7 @@ def _num_active_in(args: PyTree, kwargs: PyTree) -> int | None:
         for number, name in numbers.items()
     )
     raise ValueError(
-        "Strategy.run: the arguments are of different numbers of replicas that hold "
+        "Strategy.run: the arguments have different numbers of replicas that hold "
         f"examples: {listed}. The other replicas compute on copies, so a state of each "
         "replica would be wrong. Use batches that divide by the number of replicas, "
         "such as with remainder='drop'; combine earlier results with strategy.reduce "
@@ -362,8 +357,8 @@ _TYPE_OF_ARRAY = operator.attrgetter("aval")
 class CallFlattener:
     """Flattens calls as `flatten_call` does, with no work per leaf for repeated ones.
 
-    A repeated call has arrays only, of the types and in the places of an earlier call,
-    such as a training state that each step replaces.
+    A repeated call has only JAX arrays, with the types and shardings of an earlier one.
+    An example is a training state that each step replaces.
     """
 
     def __init__(self, place: Callable[[PyTree, Kind], ArrayLike]) -> None:
@@ -388,7 +383,7 @@ class CallFlattener:
             )
         call = flatten_call(args, kwargs, self._place)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
-        # The arguments may be of different numbers of replicas, so none is uneven.
+        # Repeated calls get `num_active=None`: calls with a number are not kept.
         if all(getattr(x, "num_active", None) is None for x in leaves) and all(
             map(operator.is_, flat, call.arrays)
         ):

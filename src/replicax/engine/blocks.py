@@ -93,7 +93,7 @@ class BlockedValues:
 def replicas_hold_blocks() -> bool:
     """Whether the current replica function has sharded weights."""
     context = current_context()
-    return context is not None and context.gathers_weights
+    return context is not None and context.has_split_weights
 
 
 def regathering(

@@ -69,8 +69,8 @@ class CollectiveCommunication(enum.Enum):
 class CommunicationOptions:
     """How gradients are summed over replicas and workers: buckets, compression, hook.
 
-    Options of a strategy hold for `optimizer.apply`; `context.all_reduce` uses their
-    buckets, and all options that are passed to it.
+    `optimizer.apply` uses the strategy's options. `context.all_reduce` uses the options
+    passed to it; without them, only the strategy's buckets.
 
     (TF: `tf.distribute.experimental.CommunicationOptions`.)
 
@@ -131,7 +131,7 @@ class CommunicationOptions:
         """The options of one sum in a replica function; `self` are the strategy's.
 
         Raises:
-            TypeError: If `options` are none.
+            TypeError: If `options` is no `CommunicationOptions`, and not None.
             ValueError: For options that only a strategy has, and for buckets of values
                 that are sharded over a replica's devices.
         """
@@ -187,9 +187,9 @@ def sum_gradients(
         weights: The weights of the gradients, changed in place: kernels of convolutions
             are replaced by equal values that wait for their gradient's sum; see
             `sum_in_order`.
-        updates_are_last: Whether updates wait for all buckets of scattered sums except
-            the last bucket, so that the backward pass hides the sums. Only for programs
-            that do not gather the new weights afterwards.
+        updates_are_last: Whether updates start only after the scattered sums of all
+            buckets except the last, so that the backward pass, and not updates, hides
+            the sums. Only for programs that do not gather the new weights afterwards.
         may_overlap: Whether whole sums may overlap with the computation of `grads`.
 
     Raises:

@@ -25,9 +25,9 @@ __all__ = [
     "is_composite",
     "is_foreign",
     "is_key",
-    "one_of",
     "require_dense",
     "require_summable",
+    "unstacked_like",
 ]
 
 
@@ -81,9 +81,9 @@ def is_foreign(value: object) -> bool:
     return package == "tensorflow" and kind.__name__ in names
 
 
-def one_of(value: PyTree, components: Sequence[PyTree]) -> PyTree:
-    """Build an array of one replica, like the stacked `value`, from `components`."""
-    one = jax.tree.unflatten(jax.tree.structure(value), components)
+def unstacked_like(stacked: PyTree, components: Sequence[PyTree]) -> PyTree:
+    """Build one replica's composite array from its `components`."""
+    one = jax.tree.unflatten(jax.tree.structure(stacked), components)
     if isinstance(one, sparse.BCOO):
         one.shape = one.shape[1:]
     return one

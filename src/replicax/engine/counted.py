@@ -90,10 +90,10 @@ class CountedReplicas:
 
         Gradients through the sum are from losses of replicas that count, too.
         """
-        return self.of_counted_losses(self._group.sum(self.counted(tree)))
+        return self.stop_uncounted_gradients(self._group.sum(self.counted(tree)))
 
-    def of_counted_losses(self, tree: PyTree) -> PyTree:
-        """The same arrays; replicas that do not count send back no gradients."""
+    def stop_uncounted_gradients(self, tree: PyTree) -> PyTree:
+        """The same arrays; no gradients flow back on replicas that do not count."""
         # Replicas that do not count compute losses on copies of examples. An all-reduce
         # in the backward pass would add their gradients to the others.
         tree = self._where_counted(tree, lax.stop_gradient)

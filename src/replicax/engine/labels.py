@@ -34,7 +34,7 @@ class Labels:
         self._labels[id(variable)] = label  # A freed variable may have had this id.
 
     @property
-    def are_used(self) -> bool:
+    def ever_used(self) -> bool:
         """Whether a variable was ever labelled, even if Python has freed it."""
         return bool(self._counts)
 

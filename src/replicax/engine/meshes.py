@@ -13,10 +13,10 @@ T = TypeVar("T")
 def outside_meshes(call: Callable[[], T]) -> T:
     """Call a function without the user's mesh (`jax.set_mesh`).
 
-    JAX refuses a mesh other than the current one, and programs have their strategy's.
+    Programs use their strategy's mesh, which JAX refuses while another is current.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:  # Inside a program, it is the strategy's.
+    if mesh.empty or mesh.manual_axes:  # The strategy's, inside a program.
         return call()
     with jax.set_mesh(None):
         return call()

@@ -1,9 +1,9 @@
 """Python numbers in Equinox modules, which are constants of a program.
 
-A number that is a field of a module, such as `p` of `eqx.nn.Dropout`, is no parameter
-of it: `eqx.is_array` is false, and `eqx.filter_jit` compiles the number in. As an array
-it would be one, which optimizers train. In other pytrees numbers change between steps,
-such as `step` of Flax' `TrainState`, and are arrays, as for `jax.jit`.
+A number that is a field of a module, such as `p` of `eqx.nn.Dropout`, is no parameter:
+`eqx.is_array` is false for it, and `eqx.filter_jit` compiles it as a constant. If it
+became an array, optimizers would train it. In other pytrees, numbers may change between
+steps, such as `step` of Flax' `TrainState`, so they are arrays, as for `jax.jit`.
 """
 
 import sys

@@ -95,8 +95,8 @@ class ReplicaContext(CountedReplicas):
                 `fit`.
             num_active: Number of replicas that hold examples of this batch, the first
                 ones; results leave out the others, which compute on copies. None: all.
-            divides_updates: Whether updates follow the replicas' part of the program,
-                divided between the devices.
+            divides_updates: Whether the devices divide the updates, which then follow
+                the replica function in the program.
         """
         super().__init__(group, gradient_op, num_active)
         self.strategy = group.strategy
@@ -206,7 +206,7 @@ class ReplicaContext(CountedReplicas):
         total = structure.unflatten(sums)
         if op is ReduceOp.MEAN:
             total = jax.tree.map(lambda x: x / self.num_counted, total)
-        return declare_mirrored(self.of_counted_losses(total))
+        return declare_mirrored(self.stop_uncounted_gradients(total))
 
     def all_gather(
         self, value: PyTree, axis: int, *, drop_copies: bool = False
@@ -329,8 +329,8 @@ class ReplicaContext(CountedReplicas):
             # After the user's hook, which may change gradients of copies.
             on_device=lambda own: self._group.sum_on_device(self.counted(own)),
             weights=weights,
-            # If weights are whole between steps, they are gathered after the updates.
-            updates_are_last=self.gathers_weights,
+            # With whole weights, updates are followed by a gather of new weights.
+            updates_are_last=self.has_split_weights,
         )
         if op is ReduceOp.MEAN:
             return jax.tree.map(lambda x: x / self.num_counted, total)
@@ -358,9 +358,9 @@ class ReplicaContext(CountedReplicas):
         self._is_in_apply = True
         try:
             weights = list(weights)
-            has_pairs = len(weights) == len(grads)  # If not, the optimizer raises.
+            lengths_match = len(weights) == len(grads)  # If not, `apply` raises.
             combined = self._combined_gradients(
-                grads, [None] * len(grads), weights if has_pairs else None
+                grads, [None] * len(grads), weights if lengths_match else None
             )
             return apply(declare_mirrored(combined), weights)
         finally:
@@ -374,8 +374,8 @@ class ReplicaContext(CountedReplicas):
         self.mirrored_sums |= {id(v) for v in variables if v.aggregation == "sum"}
 
     @property
-    def gathers_weights(self) -> bool:
-        """Whether replicas hold blocks of the weights."""
+    def has_split_weights(self) -> bool:
+        """Whether replicas hold blocks of the weights between steps."""
         return self._group.layouts.split_weights and self._group.axis.size > 1
 
     def defer_update(

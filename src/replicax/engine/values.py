@@ -14,7 +14,13 @@ from jax.typing import DTypeLike
 
 from replicax._private.jax import ArrayImpl
 from replicax._util.types import PyTree
-from replicax.engine.composites import described, is_array, is_composite, is_key, one_of
+from replicax.engine.composites import (
+    described,
+    is_array,
+    is_composite,
+    is_key,
+    unstacked_like,
+)
 from replicax.engine.meshes import outside_meshes
 
 __all__ = [
@@ -68,7 +74,7 @@ class PerReplica:
     def __init__(self, array: PyTree, num_active: int | None = None) -> None:
         self.array = array
         self.num_active = num_active
-        # Of a result of `run`: returns the user's line that computes it, if any.
+        # For a result of `run`: finds the line of user code that computes it.
         self.find_line: Callable[[], str | None] | None = None
         # Of a state that is divided: replicas without examples have right blocks, too.
         self.is_block = False
@@ -86,7 +92,7 @@ class PerReplica:
         array = self.array
         if is_composite(array):
             parts = [self.with_array(x).values for x in jax.tree.leaves(array)]
-            return tuple(one_of(array, row) for row in zip(*parts, strict=True))
+            return tuple(unstacked_like(array, row) for row in zip(*parts, strict=True))
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             sharding = array.sharding
             if not sharding.is_fully_replicated or len(sharding.device_set) == 1:
@@ -141,7 +147,7 @@ class PerReplica:
 
     def __getattr__(self, name: str) -> PyTree:
         # Python calls this for missing attributes only.
-        if name not in _OF_ARRAYS:
+        if name not in _ARRAY_ATTRIBUTES:
             raise AttributeError(f"a PerReplica has no attribute {name!r}")
         if _holds_one(self):
             return getattr(_only_value(self, name), name)
@@ -230,7 +236,7 @@ for _name in [
 ]:
     setattr(PerReplica, f"__{_name}__", _operator(f"__{_name}__"))
 
-_OF_ARRAYS = frozenset(
+_ARRAY_ATTRIBUTES = frozenset(
     name
     for kind in (jax.Array, np.ndarray)
     for name in dir(kind)
@@ -289,8 +295,7 @@ def spread(tree: PyTree) -> PyTree:
     def spread_leaf(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, PerReplica) or not is_composite(leaf.array):
             return leaf
-        return one_of(
-            leaf.array, [leaf.with_array(x) for x in jax.tree.leaves(leaf.array)]
-        )
+        components = [leaf.with_array(x) for x in jax.tree.leaves(leaf.array)]
+        return unstacked_like(leaf.array, components)
 
     return jax.tree.map(spread_leaf, tree, is_leaf=is_per_replica)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.arguments import Arguments, FlatCall, Kind
-from replicax.engine.composites import is_composite, is_key, one_of
+from replicax.engine.composites import is_composite, is_key, unstacked_like
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import RecorderLike
 from replicax.engine.scope import current_call
@@ -275,7 +275,7 @@ class _Placing:
                 continue
             steps = self._parted(x if isinstance(x, list) else [x])
             parts = [jax.tree.leaves(step) for step in steps]
-            templates.append(one_of(steps[0], parts[0]))
+            templates.append(unstacked_like(steps[0], parts[0]))
             kinds += [Kind.PER_REPLICA] * len(parts[0])
             if num_steps is None:
                 arrays += parts[0]

@@ -113,7 +113,7 @@ def _warn_of_no_scope(name: str, model: keras.Model) -> None:
     """Warn, once, if `fit` trains a model outside the newest strategy."""
     global _newest
     strategy = None if _newest is None else _newest()
-    if name != "fit" or strategy is None or strategy.home.labels.are_used:
+    if name != "fit" or strategy is None or strategy.home.labels.ever_used:
         return
     _newest = None
     _logger.warning(

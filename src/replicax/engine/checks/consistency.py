@@ -130,7 +130,7 @@ def require_equal_arguments(
 ) -> None:
     """Compare the devices' copies of a call's arguments, by name; see `require_equal`.
 
-    Arguments that a single process copies to its own devices are equal.
+    Arguments that a single process copies to its own devices are equal, and skipped.
     """
     placed = {
         name: x
