@@ -23,7 +23,7 @@ from replicax.ps.groups import Group
 from replicax.ps.limits import (
     beat_seconds,
     poll_pauses,
-    tickets_at_once,
+    steps_per_claim,
     watch_seconds,
 )
 from replicax.ps.streams import Claimed
@@ -220,7 +220,7 @@ class Worker:
         pause = back_off(*poll_pauses(job.workers))
         if job.max_staleness is None:
             left = None if job.limit is None else job.limit - self._cluster.frontier
-            count = tickets_at_once(job.workers, self._pace(), left)
+            count = steps_per_claim(job.workers, self._pace(), left)
         while True:
             if job.max_staleness is not None:
                 yield from self._settle()

@@ -317,7 +317,7 @@ def another_worker_stops_in_the_middle_of_an_epoch(strategy, step=2):
 @case
 def one_of_a_thousand_stops_in_the_middle_of_an_epoch(strategy):
     # As many workers take several tickets at once.
-    with mock.patch.multiple(limits, _CLAIMS_PER_SECOND=0.01, _WORKERS_PER_TICKET=0.1):
+    with mock.patch.multiple(limits, _CLAIMS_PER_SECOND=0.01, _WORKERS_PER_STEP=0.1):
         return another_worker_stops_in_the_middle_of_an_epoch(strategy, step=8)
 
 

@@ -251,7 +251,7 @@ def test_the_first_value_of_a_key_stands(board):
     assert ask(board, "get", key="k") is None
     assert ask(board, "put", key="k", value={"a": [1]}) == {"a": [1]}
     assert ask(board, "put", key="k", value=2) == {"a": [1]}
-    assert ask(board, "put", key="k", value=2, first=False) == 2
+    assert ask(board, "put", key="k", value=2, overwrite=True) == 2
     assert ask(board, "get", key="k") == 2
     with pytest.raises(RequestError, match="must not be null"):
         ask(board, "put", key="k", value=None)

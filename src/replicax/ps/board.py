@@ -349,7 +349,7 @@ class Board:
 
         The registry of sessions must be restored before. Heartbeat deadlines start
         anew, so no worker counts as dead because the server was away. Sessions keep the
-        tickets that the write-ahead log has. Other tickets and closures are revoked:
+        leases that the write-ahead log has. Other leases and closures are revoked:
         their workers may have reported them as finished already.
         """
         loaded = msgspec.convert(state, _State, str_keys=True)

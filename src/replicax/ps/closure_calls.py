@@ -214,7 +214,7 @@ class ScriptSync:
         self._put(_POSITION, {"starts": self._session.starts, "points": self.passed})
 
     def _put(self, key: str, value: JSON) -> None:
-        self._session.board("put", key=key, value=value, first=False)
+        self._session.board("put", key=key, value=value, overwrite=True)
 
     # Closures.
 

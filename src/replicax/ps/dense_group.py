@@ -84,7 +84,7 @@ class DenseGroup(Group):
         return arrays, {"group": self.group.to_json(), **self._counts()}
 
     def load_state(self, arrays: Arrays, meta: JSONObject) -> None:
-        """Restore the result of `state`; the group has its values already."""
+        """Restore optimizer state and counts; the constructor restored the values."""
         num_slots = sum(name.startswith("slots/") for name in arrays)
         slots = [arrays[f"slots/{i}"] for i in range(num_slots)]
         shapes, expected = (

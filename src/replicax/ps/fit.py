@@ -1,8 +1,8 @@
 """`fit` on parameter servers: workers take the steps of an epoch from a work queue.
 
 Every worker iterates over the data in the same order and trains on the batches that it
-has claimed. So one worker trains on each batch: the next free worker. The epoch ends
-for all workers when all batches are claimed.
+has claimed. Each batch goes to one worker, the next free one. The epoch ends for all
+workers when all batches are claimed.
 """
 
 import itertools
@@ -99,7 +99,7 @@ class WorkQueueFit:
             )
             return self._end
         if session.is_chief:
-            session.board("put", key=_NEWEST, value=self._number, first=False)
+            session.board("put", key=_NEWEST, value=self._number, overwrite=True)
             session.board("put", key=self._epoch_key, value=first)
         # No worker trains while another worker's script still uses the old values.
         session.barrier(f"fit begin/{self._number}")
@@ -208,7 +208,7 @@ class WorkQueueFit:
         return nullcontext() if recorder is None else recorder.waiting()
 
     def close(self) -> None:
-        """End this worker's part, also after an error."""
+        """End this `fit`, also after an error; record a failed `SystemExit`."""
         self._home.fit_metrics = None
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):  # Python calls no `sys.excepthook` for it.
@@ -228,7 +228,7 @@ class WorkQueueFit:
         )
         if is_chief:  # For workers that are being restarted.
             value = self._end if self._model.stop_training else self._epoch
-            self._session.board("put", key=self._epoch_key, value=value, first=False)
+            self._session.board("put", key=self._epoch_key, value=value, overwrite=True)
 
     # Before an epoch.
 

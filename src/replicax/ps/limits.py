@@ -28,7 +28,7 @@ __all__ = [
     "owner_of",
     "poll_pauses",
     "remember",
-    "tickets_at_once",
+    "steps_per_claim",
     "watch_seconds",
 ]
 
@@ -48,8 +48,8 @@ _BEATS_PER_SECOND = 200
 _WATCHES_PER_SECOND = 50
 _POLLS_PER_SECOND = 500
 _CLAIMS_PER_SECOND = 400
-_WORKERS_PER_TICKET = 32
-_MOST_TICKETS = 64
+_WORKERS_PER_STEP = 32
+_MOST_STEPS = 64
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -139,7 +139,7 @@ def poll_pauses(num_callers: int) -> tuple[float, float]:
     return longest / 100, longest
 
 
-def tickets_at_once(
+def steps_per_claim(
     num_workers: int, step_seconds: float, steps_left: int | None
 ) -> int:
     """Number of steps that a worker claims in one call.
@@ -152,12 +152,12 @@ def tickets_at_once(
         step_seconds: Recent duration of a step of this worker.
         steps_left: Steps left for all workers together; None if unknown.
 
-    >>> tickets_at_once(4, 0.1, None), tickets_at_once(1000, 0.1, None)
+    >>> steps_per_claim(4, 0.1, None), steps_per_claim(1000, 0.1, None)
     (1, 25)
-    >>> tickets_at_once(1000, 0.1, 3000)
+    >>> steps_per_claim(1000, 0.1, 3000)
     1
     """
     seldom = math.ceil(num_workers / (_CLAIMS_PER_SECOND * max(step_seconds, 1e-3)))
     fair = seldom if steps_left is None else steps_left // (2 * num_workers)
-    most = min(int(num_workers / _WORKERS_PER_TICKET), _MOST_TICKETS)
+    most = min(int(num_workers / _WORKERS_PER_STEP), _MOST_STEPS)
     return max(1, min(seldom, fair, most))

@@ -114,7 +114,7 @@ class Message(msgspec.Struct, Generic[_Answer], tag_field="op"):
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         """The vectors that the message must announce, before memory is allocated.
 
-        Raises an error if the message does not fit; the sender gets the reason.
+        Raises an error if the store cannot execute it; the sender gets the reason.
         """
         return {}
 

@@ -212,7 +212,7 @@ class PerWorkerValues:
         return f"PerWorkerValues({self._what})"
 
     def __iter__(self) -> "Iterator[PyTree]":
-        # The chief's script never reads an item of the iterator.
+        # Lazy: each worker creates its iterator when a closure first uses it.
         return PerWorkerIterator(
             self._sources, lambda: iter(self.own()), f"iter of {self._what}"
         )
@@ -355,7 +355,7 @@ def _to_exception(error: dict[str, str]) -> Exception:
     if name == ClosureCancelledError.__name__:
         return ClosureCancelledError(message)
     if name == "StopIteration":
-        # A StopIteration would silently end loops and generators of the caller.
+        # A StopIteration would silently end an iterator, such as `map(fetch, values)`.
         return ClosureError(
             f"StopIteration: {message or 'an iterator is at its end'}. Let datasets of "
             "closures repeat, and decide by the number of steps when to stop."

@@ -198,11 +198,11 @@ class Rendezvous(msgspec.Struct):
     complete: dict[str, int] = {}
     topics: dict[str, dict[str, Any]] = {}
 
-    def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
-        """Store a value; with `first`, keep an existing one. Return the key's value."""
+    def put(self, key: Name, value: JSON, overwrite: bool = False) -> JSON:
+        """Store a key's value, unless it has one; return the value that it has now."""
         if value is None:
             raise RequestError(f"put: the value of {key!r} must not be null.")
-        if first and key in self.values:
+        if key in self.values and not overwrite:
             return self.values[key]
         if key not in self.values:
             self._evict_family_of(key)

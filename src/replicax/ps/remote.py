@@ -37,7 +37,7 @@ from replicax.ps.messages import (
 from replicax.ps.partition import VariableGroup
 from replicax.ps.remote_optimizer import RemoteOptimizer
 from replicax.ps.rows import tables_of
-from replicax.ps.session import Session, require_all_known
+from replicax.ps.session import Session, require_none_lost
 
 __all__ = ["GroupPush", "RemoteGroup", "key_of"]
 
@@ -114,7 +114,7 @@ class RemoteGroup:
         message = Create(self.placement)
         answers = self.session.exchange_all(dict.fromkeys(vectors, message), vectors)
         created = {server: answer for server, (answer, _) in answers.items()}
-        require_all_known(self.session.name, self.name, created)
+        require_none_lost(self.session.name, self.name, created)
         self.steps_ahead = created[self.servers[0]].iterations
         is_new = not any(answer.version for answer in created.values())
         if self.optimizer is not None and not is_new:
@@ -156,8 +156,8 @@ class RemoteGroup:
         internals.write_values(self.variables, self.values)
         self._handed_out = self.values
 
-    def are_handed_out(self, values: Sequence[jax.Array]) -> bool:
-        """Whether these are the same arrays as those last handed out."""
+    def are_unassigned(self, values: Sequence[jax.Array]) -> bool:
+        """Whether these are the arrays last handed out, so the user assigned none."""
         return all(map(_is_same, values, self._handed_out))
 
     def send_assigned(self, values: Sequence[jax.Array]) -> bool:
@@ -165,7 +165,7 @@ class RemoteGroup:
 
         Other workers do not send assigned values; they log a warning.
         """
-        if self.are_handed_out(values) or _are_equal(values, self._handed_out):
+        if self.are_unassigned(values) or _are_equal(values, self._handed_out):
             return False
         if self.session.is_chief:
             self.assign(values)

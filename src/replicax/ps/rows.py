@@ -31,7 +31,7 @@ from replicax.ps.messages import (
     Vectors,
 )
 from replicax.ps.partition import VariableGroup
-from replicax.ps.session import Session, require_all_known
+from replicax.ps.session import Session, require_none_lost
 from replicax.ps.table import TableSpec, sum_duplicates
 
 __all__ = ["RemoteTables", "RowPush", "tables_of"]
@@ -52,9 +52,9 @@ _REPLY_SECONDS = 8.0
 class RemoteTables:
     """A worker's client of the tables on the servers.
 
-    Layers call `create`, `pull`, `collect` and `fail`. For each program the home of
-    variables calls `connect`, `complete` and `push`. Methods are thread safe. Gradients
-    are sent in the dtype `compression`, such as `"bfloat16"`.
+    Layers call `create`, `pull`, `collect` and `fail`. For each program the strategy
+    calls `connect`, `complete` and `push`. Methods are thread safe. Gradients are sent
+    in the dtype `compression`, such as `"bfloat16"`.
     """
 
     def __init__(self, session: Session, *, compression: str | None = None) -> None:
@@ -85,7 +85,7 @@ class RemoteTables:
             answer, _ = self._exchange(server, message, reply_seconds=seconds).result()
             # Workers may have different seeds: all servers use the first server's.
             spec, answers[server] = answer.spec, answer
-        require_all_known(self._session.name, spec.name, answers)
+        require_none_lost(self._session.name, spec.name, answers)
         self._dims[spec.name] = spec.dim
 
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
@@ -131,8 +131,8 @@ class RemoteTables:
             for name in tables_of([variable]):
                 if (name, group.name) not in self._rules_sent:
                     rule = _rule_of_rows(group, i)
-                    rule = {"table": name, "rule": rule, "group": group.name}
-                    self._call_all(lambda x, r=rule: x.call("tables.set_rule", **r))
+                    sent = {"table": name, "rule": rule, "group": group.name}
+                    self._call_all(lambda x, s=sent: x.call("tables.set_rule", **s))
                     self._rules_sent.add((name, group.name))
 
     def assign_rate(self, group: str, tables: Sequence[str], rate: float) -> None:

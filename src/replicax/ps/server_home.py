@@ -105,7 +105,7 @@ class ServerHome(ReplicaHome):
             self._send_optimizer_numbers(group)
             group.pull()
             if _have_values(group) and (
-                follows or group.are_handed_out(internals.read_values(group.variables))
+                follows or group.are_unassigned(internals.read_values(group.variables))
             ):
                 group.write()
             if group.optimizer is not None:
@@ -128,8 +128,8 @@ class ServerHome(ReplicaHome):
             steps, group.steps_ahead = num_steps.get(group.name, own)
             is_ahead = group.steps > steps and _have_values(group)
             if is_ahead and not self.session.is_chief:
-                # This script has assigned the values that the chief has sent, and other
-                # workers have trained since: overwrite them without a warning.
+                # This script assigned the same values as the chief, and other workers
+                # have trained them since: overwrite them, without a warning.
                 group.write()
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
@@ -226,9 +226,9 @@ class ServerHome(ReplicaHome):
     def _is_added_to(self, variable: Variable, program: Program) -> bool:
         """Whether all workers add their changes of a variable on the servers.
 
-        True for moving statistics and, in `fit`, where each worker computes some of the
-        steps, for counters. False for a variable that a step overwrites without reading
-        its old value: each worker keeps its own last value.
+        True for moving statistics. Also true for counters in `fit`, because each worker
+        computes only some of its steps. False for a variable that a step overwrites
+        without reading its old value: each worker keeps its own last value.
         """
         if is_seed_state(variable):
             return False

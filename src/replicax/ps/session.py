@@ -46,7 +46,7 @@ from replicax.ps.limits import (
 )
 from replicax.ps.messages import Created, Message, TableCreated, Vectors
 
-__all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session", "require_all_known"]
+__all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session", "require_none_lost"]
 
 FAREWELL_SECONDS = 10.0
 """Time limit for an ending task to notify the other tasks."""
@@ -143,7 +143,7 @@ class Session:
         self._beat_seconds = beat_seconds(len(self.workers), joined.heartbeat_seconds)
         threading.Thread(target=self._beat, daemon=True).start()
         atexit.register(self.leave)
-        # The board comes first, so that it learns if another server cannot be reached.
+        # The board was joined first, so `leave` can report an unreachable server.
         # After `admit` a server refuses messages of this worker's earlier processes.
         me = self._me | {"before": joined.before}
         greetings = [
@@ -403,12 +403,12 @@ def _report_exceptions(session: Session) -> None:
                 report, kind="values lost", culprit=error.culprit
             )
         report.write()
-        is_lost = report.exit_code == ExitCode.RETRY
+        is_retried = report.exit_code == ExitCode.RETRY
         # A job fails when its chief leaves with an error. A chief that the launcher
         # will start again therefore does not leave.
-        if not (is_lost and session.is_chief and ATTEMPT in os.environ):
+        if not (is_retried and session.is_chief and ATTEMPT in os.environ):
             session.leave(f"{kind.__name__}: {error}")
-        if is_lost:
+        if is_retried:
             sys.stderr.flush()
             sys.stdout.flush()
             os._exit(report.exit_code)
@@ -416,22 +416,22 @@ def _report_exceptions(session: Session) -> None:
     sys.excepthook = hook
 
 
-def require_all_known(
+def require_none_lost(
     worker: str, name: str, answers: Mapping[int, Created | TableCreated]
 ) -> None:
-    """Raise if a server has lost its values of a group that other servers still have.
+    """Raise if a server has lost the values that other servers still have.
 
-    `answers` are the answers to `Create`, by server. A trained group exists on all
-    servers, so a server that has just created the group has lost its values.
+    `answers` are the answers to `Create` or `CreateTable`, by server. Trained groups
+    and tables exist on all servers, so a server where one is new has lost its values.
     """
     trained = [server for server, answer in answers.items() if answer.version]
     new = [server for server, answer in answers.items() if answer.is_new]
     if trained and new:
         raise ValuesLostError(
             f"{worker}: ps:{new[0]} has lost its values: {name!r} is new there, and "
-            f"ps:{trained[0]} has trained values. Start the job again, without the "
-            "servers' snapshots if there are some; with snapshot_dir=... a restarted "
-            "server restores its own snapshot.",
+            f"ps:{trained[0]} has trained values. Start the job again, with an "
+            "empty snapshot_dir=...: from there a restarted server restores its own "
+            "snapshot.",
             culprit=f"ps:{new[0]}",
         )
 

@@ -133,6 +133,6 @@ class StepTickets(msgspec.Struct, kw_only=True):
         """Resume in a restarted server: no worker waits; add the leases `held`."""
         self.waiting = []
         for worker, own in (held or {}).items():
-            left = {i: seen for i, seen in own.items() if not self.is_beyond_end(i)}
+            left = {i: n for i, n in own.items() if not self.is_beyond_end(i)}
             if left:
                 self.held[worker] = left

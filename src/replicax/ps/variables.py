@@ -128,8 +128,8 @@ class RemoteVariables:
     ) -> RemoteOptimizer | None:
         """The client of an optimizer's state on the servers; None without a group.
 
-        Found by the step count variable: the chief of a coordinator has groups that
-        other workers requested.
+        Compares step count variables, because `_trained` lacks the groups that other
+        workers requested from a coordinator's chief.
         """
         count, _ = _count_and_rate(optimizer)
         for group in self.groups:
@@ -207,10 +207,10 @@ class RemoteVariables:
         stored: Mapping[int, jax.Array],
     ) -> JSONObject:
         own = optimizer.variables
-        values = internals.read_values(own)  # None in `fit`, which moved them out.
+        values = internals.read_values(own)  # None in `fit`: only `stored` has them.
         internals.write_values(own, [stored[id(v)] for v in own])
         try:
-            with outside_scopes():  # `optimizer_rule` builds the optimizer once.
+            with outside_scopes():  # `optimizer_rule` builds a copy of the optimizer.
                 return optimizer_rule(optimizer, variables)
         finally:
             internals.write_values(own, values)
@@ -324,11 +324,11 @@ class RemoteVariables:
         else:
             group.require_created()
         group.pull()
-        is_late = placed.rule == ASSIGNED and (
-            id(variables[0]) in self.variables_of_steps()
+        is_superseded = placed.rule == ASSIGNED and (
+            id(variables[0]) in self.variables_of_steps()  # A step's group has it.
         )
         self.groups = [x for x in self.groups if x not in replaced]
-        self.groups += [] if is_late else [group]
+        self.groups += [] if is_superseded else [group]
         self._num_steps[group.name] = group.steps
         return group
 

@@ -12,7 +12,7 @@ from replicax._util.types import PyTree
 from replicax.input import InputShard
 from replicax.input.sparse_rows import by_rows
 from replicax.keras.adapters import batch_of, make_lazy, set_iteration
-from replicax.ps.limits import tickets_at_once
+from replicax.ps.limits import steps_per_claim
 from replicax.ps.streams import Claimed
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class StepLeases:
             return 1
         left = None if self.length is None else self.length - self.last_index
         step_seconds = (now[0] - last[0]) / (now[1] - last[1])
-        return tickets_at_once(len(self._session.workers), step_seconds, left)
+        return steps_per_claim(len(self._session.workers), step_seconds, left)
 
     def _take_applied(self) -> list[int]:
         """Remove and return the steps whose updates are applied."""
@@ -262,9 +262,8 @@ class ElasticInputShard(InputShard):
     def read_in_closures(self) -> None:
         """Switch `of_loop` to the shard for a coordinator's closures.
 
-        A closure reads all batches. A function that creates a worker's own data gets
-        the worker's index among the workers other than the chief, which runs no
-        closures.
+        A closure reads all batches. The `InputContext` of a dataset function counts the
+        workers without the chief, which runs no closures.
         """
         is_chief = self.worker == 0
         place = None if is_chief else (self.worker - 1, self.num_workers - 1)
@@ -282,7 +281,7 @@ class ElasticInputShard(InputShard):
 
     @property
     def num_pieces(self) -> int:
-        """Number of steps for a global batch of a worker's own data."""
+        """A worker does not split a global batch of its own data: 1 step."""
         return 1
 
     def num_steps(self, num_batches: int) -> int:
