@@ -66,7 +66,7 @@ def test_two_workers_in_step(tmp_path: Path) -> None:
     text = page.read_text()
     assert 'class="state done"' in text
     assert text.count('<th scope="row">worker:') == 2
-    assert "No figures of" not in text
+    assert "No data from" not in text
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_a_worker_without_a_file_is_missing(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     write(page, 0, begin(workers=WORKERS), epoch(0))
     assert list(read_run(page).missing) == ["worker:1"]
-    assert "No figures of worker:1" in page_of(read_run(page))
+    assert "No data from worker:1" in page_of(read_run(page))
     write(page, 1, begin("worker:1", workers=WORKERS), epoch(0))
     assert [w.name for w in read_run(page).workers] == WORKERS
     assert not read_run(page).missing

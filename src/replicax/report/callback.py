@@ -91,7 +91,7 @@ class Report(LateCallback):
             return  # A plan trains nothing and must not overwrite an existing page.
         if session.recorder is not None:
             raise ValueError(
-                "Report: another Report of this fit was given; got a second one for "
+                "Report: this fit already has a Report; got a second one for "
                 f"{os.fspath(self.path)!r}. Pass one."
             )
         # Imported late: scripts without a report do not load the rendering modules.
@@ -106,7 +106,7 @@ class Report(LateCallback):
             model,
             params,
             number=number + 1,
-            keeps=number > 0 or num_restarts() > 0,
+            keeps_earlier=number > 0 or num_restarts() > 0,
             measures=is_verbose if self.diagnosis is None else self.diagnosis,
         )
         _num_fits[page] = number + 1

@@ -112,9 +112,9 @@ def _small_batch(measured: Measurements) -> str:
 
 
 def _slow_communication(measured: Measurements) -> str:
-    advice = "use a larger batch_size, so that fewer sums serve as many examples"
+    advice = "use a larger batch_size, so that an epoch sums gradients less often"
     if measured.kind == "servers":
-        advice = "use a larger batch_size, so that fewer exchanges serve as many"
+        advice = "use a larger batch_size, so that an epoch has fewer exchanges"
         if not measured.is_compressed:
             advice += ', or ParameterServerStrategy(compression="bfloat16")'
     elif measured.kind == "replicas" and not measured.is_compressed:

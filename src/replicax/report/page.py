@@ -125,7 +125,7 @@ def _problems(run: Run) -> list[tuple[str, str]]:
             problems.append(("error", f"{name} was interrupted: {fit.end.error}"))
     if run.missing:
         text = (
-            f"No figures of {listed(run.missing)}: pass the callback on all workers, "
+            f"No data from {listed(run.missing)}: pass the callback on all workers, "
             "with a path in a folder that all of them see."
         )
         problems.append(("warn", text))
@@ -140,8 +140,8 @@ def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
     figures = {
         "epochs": str(total.number + 1),
         "examples/s": _rate(run),
-        "time of a step": _figure(total.step_s, seconds),
-        "waiting for input": _figure(total.input_share, "{:.0%}".format),
+        "time of a step": _measured(total.step_s, seconds),
+        "waiting for input": _measured(total.input_share, "{:.0%}".format),
         "time to compile": seconds(total.counts.get("first_s", 0.0)),
         "memory, peak": _peak(all_epochs),
     }
@@ -162,7 +162,7 @@ def _rate(run: Run) -> str:
     return plain(round(sum(finite), 1)) if finite else "not measured"
 
 
-def _figure(value: float, format_: Callable[[float], str]) -> str:
+def _measured(value: float, format_: Callable[[float], str]) -> str:
     return format_(value) if math.isfinite(value) else "not measured"
 
 
@@ -181,9 +181,9 @@ def _worker_row(worker: WorkerRecord) -> list[str]:
     return [
         *row,
         f"{int(total.counts.get('steps', 0)):,}",
-        _figure(total.step_s, seconds),
-        _figure(total.input_share, "{:.0%}".format),
-        _figure(memory_bytes(total), binary_bytes),
+        _measured(total.step_s, seconds),
+        _measured(total.input_share, "{:.0%}".format),
+        _measured(memory_bytes(total), binary_bytes),
         _peak(fit.epochs),
         f"{mean_staleness(staleness):.2g}, {max(staleness)}" if staleness else "",
     ]
@@ -206,4 +206,4 @@ def _date(when: float) -> str:
 def _duration(duration_s: float) -> str:
     if duration_s < 60:
         return f"{max(0.0, duration_s):.1f} s"
-    return str(timedelta(seconds=round(duration_s)))  # As 1:02:03.
+    return str(timedelta(seconds=round(duration_s)))  # Such as 1:02:03.

@@ -69,9 +69,9 @@ def sum_seconds(
 
     def reduce(gradients: list[jax.Array]) -> list[jax.Array]:
         sums = sum_gradients(gradients, operations, axis, options)
-        return first_of([x for x in sums if x is not None])
+        return first_elements([x for x in sums if x is not None])
 
-    def first_of(arrays: list[jax.Array]) -> list[jax.Array]:
+    def first_elements(arrays: list[jax.Array]) -> list[jax.Array]:
         return [jnp.ravel(x)[:1] for x in arrays]
 
     gradients = strategy.run(ones)
@@ -80,10 +80,10 @@ def sum_seconds(
         jax.block_until_ready(jax.tree.leaves(strategy.run(step, args=(gradients,))))
 
     run(reduce)  # The first call compiles.
-    run(first_of)
+    run(first_elements)
     with_sums = _median_seconds(lambda: run(reduce), _NUM_SUMS)
     # Both include the time to start a program and to wait for it.
-    return max(0.0, with_sums - _median_seconds(lambda: run(first_of), _NUM_SUMS))
+    return max(0.0, with_sums - _median_seconds(lambda: run(first_elements), _NUM_SUMS))
 
 
 def _median_seconds(call: Callable[[], None], number: int) -> float:
@@ -96,7 +96,7 @@ def _median_seconds(call: Callable[[], None], number: int) -> float:
 
 
 def memory_of(devices: Sequence[Device]) -> MemoryUse:
-    """Read the memory use of the fullest device, or on CPUs of the process."""
+    """Read the memory use of the fullest device; on CPUs, that of the process."""
     all_stats = [stats for stats in (d.memory_stats() for d in devices) if stats]
     if all_stats:
         return MemoryUse(

@@ -49,7 +49,7 @@ class Recorder:
         self._began = time.perf_counter()
         self._last: PyTree = None  # A result of the last execution.
         self._executed = 0, 0  # Steps and examples that were dispatched.
-        self._steps_s: float | None = None
+        self._steps_s: float | None = None  # The result of `end_steps`.
         self._compiled_shapes: set[PyTree] = set()
         # Of an execution that compiles: its start, and `waits_s` at that time.
         self._first: tuple[float, float] | None = None

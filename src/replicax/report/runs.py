@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _STALE_S = 300.0
-"""A worker's file is of an older run if it ends this long before the chief's begins."""
+"""Files of older runs end at least this long before the chief's file begins."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,9 +48,9 @@ class FitReport:
     """Records one call of `fit` in this process.
 
     `params` are Keras' parameters of callbacks. `number` is the index of this call of
-    `fit` for this page in this process, from 1. With `keeps` earlier calls of `fit`
-    stay on the page. With `measures`, of which all workers use the chief's value, it
-    measures after training.
+    `fit` for this page in this process, from 1. With `keeps_earlier` the page keeps
+    earlier calls of `fit`. With `measures`, of which all workers use the chief's value,
+    it measures after training.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FitReport:
         params: Mapping[str, object],
         *,
         number: int,
-        keeps: bool,
+        keeps_earlier: bool,
         measures: bool,
     ) -> None:
         self.worker = worker = ReportedWorker(
@@ -71,7 +71,7 @@ class FitReport:
         self._model = model
         self._devices = local_devices(worker.strategy)
         self._params = params
-        self._keeps = keeps
+        self._keeps_earlier = keeps_earlier
         self._fit_number = number
         self._measures = measures
         self._journal: Journal | None = None
@@ -155,7 +155,7 @@ class FitReport:
         A process that resumes at a later epoch appends to the earlier process' log.
         """
         worker = self.worker
-        fresh = not self._keeps and epoch == 0
+        fresh = not self._keeps_earlier and epoch == 0
         journal = Journal(self._page, worker.index, fresh=fresh)
         self._measures = worker.measures_of_chief(self._measures)
         facts = facts_of(self._model, worker.strategy, self._params)

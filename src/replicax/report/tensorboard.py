@@ -81,7 +81,7 @@ class SummaryWriter:
             buckets: Number of buckets of equal width; None: 30.
         """
         array = np.asarray(values)
-        if array.dtype.kind not in "biuf":  # As bfloat16.
+        if array.dtype.kind not in "biuf":  # Such as bfloat16.
             array = array.astype("float32")
         self._write(self._format.histogram_pb(name, array, buckets), step)
 

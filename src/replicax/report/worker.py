@@ -103,7 +103,7 @@ def _strategy_facts(strategy: Strategy | None) -> dict[str, object]:
 
 
 class ReportedWorker:
-    """This process' part in the training; `servers` is its session, if it has one."""
+    """This process as a worker; `servers`: its session with parameter servers."""
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy = strategy
