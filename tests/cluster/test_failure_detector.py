@@ -186,7 +186,7 @@ def test_workers_differ_in_what_they_do() -> None:
         about = {
             "difference": difference,
             "difference_at": difference_at,
-            "is_settling": True,
+            "logs_differ": True,
         }
         return [judge(signs, i, NOW, TIMEOUTS, **about) for i in range(2)]
 

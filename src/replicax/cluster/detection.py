@@ -75,8 +75,8 @@ def resolve(
     """Find this process' cluster; exchange addresses if the launcher lists none.
 
     `name` is a launcher's name, `"alone"`, or None to detect the launcher. Returns a
-    resolver, without tasks if this process trains alone, and the process' place among
-    the launcher's processes. Errors name the public call `caller`.
+    resolver and the process' place among the launcher's processes. The resolver has no
+    tasks if this process trains alone. Errors name the public call `caller`.
 
     Raises:
         ClusterConfigError: If variables are malformed or missing, or if two launchers
@@ -127,7 +127,7 @@ def detect(
 def _read_all() -> tuple[
     list[tuple[ClusterEnvironment, Membership]], list[IncompleteError]
 ]:
-    """Return the complete launchers, and the errors of the ones before the first."""
+    """Return complete launchers, and the errors of incomplete ones before the first."""
     complete: list[tuple[ClusterEnvironment, Membership]] = []
     incomplete: list[IncompleteError] = []
     for environment in ENVIRONMENTS.values():
@@ -176,7 +176,7 @@ def _check_agreement(
 ) -> None:
     """Raise a `ClusterConfigError` if an outer launcher has started more processes.
 
-    It may have started fewer, such as one on each machine. JAX's job must be the same.
+    Fewer are allowed, such as one on each machine. `jax.distributed` must agree.
     """
     (inner, first), (outer, second) = chosen, other
     if outer.name == "jax.distributed":

@@ -18,10 +18,10 @@ from replicax.cluster.store import Store
 __all__ = ["Difference", "DispatchLog", "LogTail", "Operation", "OrderCheck"]
 
 _SIZE = 1 << 15
-"""Number of operations that the log keeps: the last seconds, at least."""
+"""Number of operations that the log keeps: more than those of the last seconds."""
 _LOGS = "replicax/order"
 _WAIT_SECONDS = 3.0
-"""Deadline of the other workers' logs: a worker may be lost."""
+"""Time limit of the wait for the other workers' logs: a worker may be lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Difference:
     def between(cls, tails: Sequence[LogTail | None]) -> "Difference | None":
         """Find the first difference between the tails of the workers' logs.
 
-        The end of a tail is a difference only if its log has ended. None: unknown.
+        A tail's end counts only if its log has ended. None: no difference is known.
         """
         present = [tail for tail in tails if tail is not None]
         if len(present) < 2:
@@ -196,7 +196,7 @@ class Difference:
 
     @property
     def culprit(self) -> int:
-        """Index of the first worker outside the majority; of equal groups the first."""
+        """Index of the first worker not in the majority; the first group wins a tie."""
         return self._first_unlike(max(self._marks, key=self._marks.count), 0)
 
     def other_than(self, index: int) -> int:

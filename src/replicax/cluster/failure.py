@@ -88,9 +88,9 @@ def is_retryable(exit_code: int) -> bool:
 class FailureReport:
     """A report of the failure that ends a task.
 
-    `kind` is `"exception"`, `"mismatch"`, `"order"` or `"exited"` (workers did
-    different things), `"lost"` (a task died or does not answer), `"values lost"` (by a
-    server), `"stuck"`, `"start-up"`, `"preempted"` or `"interrupted"` (Ctrl-C).
+    `kind` is `"mismatch"`, `"order"` or `"exited"` if workers did different things;
+    `"lost"` if a task died or does not answer; `"values lost"` if a server lost them;
+    else `"exception"`, `"stuck"`, `"start-up"`, `"preempted"` or `"interrupted"`.
     """
 
     task: str  # The task that writes the report, such as "worker:1".
@@ -150,7 +150,7 @@ def end_process(report: FailureReport) -> NoReturn:
     """Print a report, write it for the launcher, and end the process at once.
 
     It skips exit handlers, which may wait for peers, and does not wait for the main
-    thread, which may be inside a collective. It also ends after a failure to write.
+    thread, which may be inside a collective. The process ends even if the write fails.
     """
     try:
         report.write()

@@ -14,7 +14,7 @@ __all__ = ["Heartbeat", "Sign", "judge"]
 _GRACE_SECONDS = 3.0
 """Time for a waiting script to raise its own, more precise error."""
 _LEFT_SECONDS = 1.0
-"""Time for the last steps of a worker that has left to arrive."""
+"""Time until the last heartbeat of a worker that has left must have arrived."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -25,7 +25,7 @@ class Heartbeat:
     dispatched: int = 0  # Number of programs dispatched to its devices.
     completed: int = 0  # Number of programs that are known to have finished.
     steps: int = 0  # Training and other steps in the dispatched programs.
-    log: tuple[int, int] = (0, 0)  # Number and checksum of its `DispatchLog`.
+    log: tuple[int, int] = (0, 0)  # Length and checksum of its `DispatchLog`.
     doing: str = ""  # Name of the last operation in the log.
     differs_after: int | None = None  # As in `OrderCheck`.
     # Whether its script waits in an exchange with all workers. The exchange raises an
@@ -60,20 +60,20 @@ def judge(
     last_read_at: float | None = None,
     difference: Difference | None = None,
     difference_at: float = 0.0,
-    is_settling: bool = False,
+    logs_differ: bool = False,
 ) -> FailureReport | None:
     """Decide whether worker `index` has to end now; return its report, or None.
 
     `signs` are all workers', in order. Silence is measured up to `last_read_at`, the
-    time of the last successful read of heartbeats, by default `now`. While
-    `is_settling`, the logs differ, but the first `difference` is unknown.
+    time of the last successful read of heartbeats, by default `now`. With
+    `logs_differ` no ended script is the cause, even if `difference` is still unknown.
     """
     me = signs[index]
     return (
         _failed(me, signs)
         or _lost(me, signs, now if last_read_at is None else last_read_at, timeouts)
         or _differ(me, signs, now - difference_at, difference)
-        or (None if is_settling else _left(me, signs, now))
+        or (None if logs_differ else _left(me, signs, now))
         or _stuck(me, signs, now, timeouts)
     )
 

@@ -60,7 +60,7 @@ class KubernetesClusterResolver(KnownCluster):
         if index >= num_workers:
             raise _error(
                 f"JOB_COMPLETION_INDEX is {index}, but num_workers is {num_workers}; "
-                "that number must be the Job's 'completions'"
+                "num_workers must be the Job's 'completions'"
             )
         job_name = job_name or _own_name(index)
         service = service or os.environ.get("JOBSET_NAME")

@@ -206,8 +206,8 @@ def _layout(tasks_per_node: int | None, num_tasks: int) -> dict[str, int]:
 def _hosts(num_tasks: int) -> list[str]:
     text = os.environ.get("SLURM_STEP_NODELIST")
     if not text and num_tasks == 1:
-        # Only for one task: a batch script is task 0 of all tasks that the job may
-        # start, and would wait for tasks that never start.
+        # Only for one task: in a batch script SLURM_NTASKS counts tasks that may never
+        # start, and this process would wait for them.
         text = os.environ.get("SLURM_JOB_NODELIST")
     if not text:
         raise _not_set(["SLURM_STEP_NODELIST"])

@@ -113,7 +113,7 @@ def topology_of(devices: Sequence[Any]) -> Topology:
 def join_slice(
     resolver: TPUClusterResolver, timeouts: Timeouts, caller: str
 ) -> Workers:
-    """Join the slice's other hosts; on one host, only a running `jax.distributed` job.
+    """Join the slice's other hosts; on one host, join a running `jax.distributed` job.
 
     For several slices JAX detects the hosts. For one slice the resolver provides them:
     JAX would first ask the metadata server about slices, for up to minutes.
@@ -215,7 +215,7 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
 
 
 def _search_report() -> str:
-    """List the signs of a TPU that were searched, and the remedies."""
+    """Describe where a TPU was looked for, and how to get one."""
     try:
         libtpu = importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:

@@ -228,7 +228,7 @@ class Watch:
                 last_read_at=self._contact_at,
                 difference=self.order.difference,
                 difference_at=self.order.difference_at,
-                is_settling=self.order.differs_after is not None,
+                logs_differ=self.order.differs_after is not None,
             )
             if report is None:
                 continue
