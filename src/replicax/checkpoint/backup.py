@@ -260,7 +260,7 @@ class BackupAndRestore(LateCallback):
         has_stopped = progress["stop_training"] and not position.step
         epochs = (self.params or {})["epochs"]
         first = max(position.epoch, epochs) if has_stopped else position.epoch
-        self._session.initial_epoch = first
+        self._session.restored_epoch = first
         if position.step:
             # Keras resets the metrics at the beginning of an epoch.
             variables = self._trained_model.metrics_variables

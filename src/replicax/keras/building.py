@@ -2,8 +2,8 @@
 
 Keras builds a model by calling it on a batch. A model without `call`, such as a GAN, is
 built by tracing its step. So is a model whose call fails, if all its layers are built
-and its step has a tape: such a step may read data that the call does not take, such as
-three images.
+and its step has the form `step(data)` of tf.keras: such a step may get data that the
+call does not accept, such as three images.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def build(
         except StopIteration:
             raise no_data_error(model) from None
 
-    # A model that has steps is built. Keras only checks that, so nothing is announced.
+    # A model that has steps is built already: Keras only checks this, which is fast.
     is_done = steps.has_steps(model, kind)
     name = f"building model {model.name!r}"
     with contextlib.nullcontext() if is_done else Announced(name):

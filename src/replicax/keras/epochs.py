@@ -48,11 +48,11 @@ _logger = logging.getLogger("replicax")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """The position of a run of `fit`.
+    """The position of a run of `fit`, as a backup saves it.
 
     An iteration over the data may last several epochs. `data_began` is the random state
-    before its first batch; None: the next epoch begins a new one. `iteration` is its
-    number, or that of the next one if none is open; None: the data does not count them.
+    before its first batch; None: the next epoch begins an iteration. `iteration` is the
+    number of the present iteration, else of the next; None: they are not numbered.
     """
 
     epoch: int
@@ -189,8 +189,7 @@ class Epochs:
 
     def end_early(self) -> None:
         """End an epoch whose data ended before its last step."""
-        announced = self.steps_per_epoch or self.adapter.num_batches
-        if announced:
+        if self.steps_per_epoch or self.adapter.num_batches:
             _warn_of_end()
         if self.length is None:
             self.length = self._seen
@@ -240,12 +239,11 @@ class Epochs:
             source = _one_ahead(source)
         if is_array_adapter(adapter):
             return source
-        slow = source
-        return announce_first(lambda: iter(slow), "waiting for the first batch")
+        return announce_first(lambda: iter(source), "waiting for the first batch")
 
     # Positions.
 
-    def began(self) -> RandomState:
+    def order_state(self) -> RandomState:
         """The random state from which a new iteration draws its order."""
         # Threads that prefetch batches shuffle before the epoch's first step.
         ahead = trainer.makes_batches_ahead(self.adapter)
@@ -274,8 +272,8 @@ class Epochs:
             epoch=epoch,
             step=step,
             epoch_began=self._epoch_began if step else random_state.capture(),
-            data_began=here and here.began,
-            ends_before=here.ends if here else self.ends,
+            data_began=here and here.data_began,
+            ends_before=here.ends_before if here else self.ends,
             ends=self.ends,
             consumed=self.consumed if here else 0,
             drawn=here.drawn if here else 0,
@@ -343,13 +341,12 @@ def _one_ahead(source: Iterable[PyTree]) -> Iterator[PyTree]:
 class _Iteration:
     """One iteration over the data, from its first batch or from a position in it.
 
-    `began`, `ends` and `drawn` are the position's `data_began`, `ends_before` and
-    `drawn`.
+    For `data_began`, `ends_before` and `drawn` see `Position`.
     """
 
     def __init__(self, epochs: Epochs, position: Position | None) -> None:
-        self.began: RandomState | None = None
-        self.ends = epochs.ends
+        self.data_began: RandomState | None = None
+        self.ends_before = epochs.ends
         self.drawn = 0
         self._epochs = epochs
         self._position = position
@@ -381,11 +378,11 @@ class _Iteration:
     def _open(self) -> Iterator[PyTree]:
         epochs, position = self._epochs, self._position
         if position is None or position.data_began is None:
-            self.began = epochs.began()
+            self.data_began = epochs.order_state()
             return iter(epochs.adapter.get_jax_iterator())
         after = position.now if position.step else random_state.capture()
         random_state.restore(position.data_began)
-        self.began, self.ends = position.data_began, position.ends_before
+        self.data_began, self.ends_before = position.data_began, position.ends_before
         source = _after(epochs.adapter, position.consumed)
         self.drawn = position.consumed
         while self.drawn < position.drawn:

@@ -215,10 +215,10 @@ def _refuse_scope(
     """
     scope = current_strategy()
     if scope is not None and scope is not strategy:
-        home = f" (under {strategy!r})" if strategy else ""
+        made_in = f" (under {strategy!r})" if strategy else ""
         raise ContextError(
             f"{type(model).__name__}.{original.__name__}: model {model.name!r} was "
-            f"made outside the scope of {scope!r}{home}, but is used inside that "
+            f"made outside the scope of {scope!r}{made_in}, but is used inside that "
             "scope. Make the model and call compile under `with strategy.scope():`. "
             "If you make the strategy again, make the model again."
         )

@@ -202,7 +202,7 @@ class _FitLoop:
         callbacks.on_train_begin()
         for callback in late_callbacks(callbacks.callbacks):
             callback.after_train_begin(callbacks.callbacks)
-        begin = session.initial_epoch
+        begin = session.restored_epoch
         if begin is None:
             begin = trainer.initial_epoch_of(model) or first
         if session.work is not None:

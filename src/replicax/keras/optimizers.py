@@ -52,7 +52,7 @@ def apply(
         _defer(context, optimizer, grads, trainable_variables)
         return None
     trained = list(trainable_variables or trained_by(optimizer))
-    _refuse_overwriting_gradients(trained)
+    _refuse_float8(trained)
     context.note_mirrored(trained)
 
     def update(grads: PyTree, weights: PyTree) -> PyTree:
@@ -100,10 +100,10 @@ def _apply_override(
     variables = list(values[1]) if len(values) > 1 and values[1] is not None else None
 
     def update(_: keras.Optimizer, grads: PyTree, variables: PyTree) -> PyTree:
-        again = [grads, variables, *values[2:]][: len(values)]
-        number = len(bound.args) - 1
-        named = dict(zip(bound.kwargs, again[number:], strict=True))
-        return original(optimizer, *again[:number], **named)
+        combined = [grads, variables, *values[2:]][: len(values)]
+        num_positional = len(bound.args) - 1
+        named = dict(zip(bound.kwargs, combined[num_positional:], strict=True))
+        return original(optimizer, *combined[:num_positional], **named)
 
     return apply(update, optimizer, grads, variables)
 
@@ -124,7 +124,7 @@ def _defer(
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
         for variable in optimizer.variables:
-            # Record it as read: the next trace may use it first, as a loss scale.
+            # Read it, so that it is an input: the next trace may use a loss scale.
             variable.value  # noqa: B018
     trained = trained_by(optimizer) if variables is None else list(variables)
     if len(grads) != len(trained):
@@ -132,7 +132,7 @@ def _defer(
             f"optimizer.apply: got {len(grads)} gradients for {len(trained)} "
             "variables. Pass one for each, None where there is none."
         )
-    _refuse_overwriting_gradients(trained)
+    _refuse_float8(trained)
     context.note_mirrored(trained)
     if not grads:
         return
@@ -256,7 +256,7 @@ def slot_reference() -> str:
     return _reference.path
 
 
-def _refuse_overwriting_gradients(variables: PyTree) -> None:
+def _refuse_float8(variables: PyTree) -> None:
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
             raise NotImplementedError(

@@ -13,9 +13,9 @@ class LinearScalingWarmup(LearningRateSchedule):
     """A learning rate that grows with the number of replicas, after a gradual warm-up.
 
     With `k` replicas and a global batch `k` times as large, the learning rate should be
-    `k` times as large too; starting at once with that diverges, so it is reached in a
-    ramp (Goyal et al. 2017, "Accurate, Large Minibatch SGD"). For 2 replicas and 4
-    steps of warm-up, 0.1 becomes 0.1, 0.125, 0.15, 0.175, then 0.2.
+    `k` times as large too. Training that starts at this rate may diverge, so the rate
+    ramps up to it (Goyal et al. 2017, "Accurate, Large Minibatch SGD"). For 2 replicas
+    and 4 steps of warm-up, 0.1 becomes 0.1, 0.125, 0.15, 0.175, then 0.2.
 
     Args:
         learning_rate: The rate for one replica, where the ramp starts.

@@ -33,16 +33,17 @@ _NAME = "_replicax_fit"
 class FitSession(ExitStack):
     """One call of `fit`. Contexts that callbacks enter here exit when `fit` ends.
 
-    `first_epoch` is an argument of `fit`, `initial_epoch` the epoch of a restored
-    backup. `epochs` and `validation` have the data, once they are used. `work` is the
-    work queue of parameter servers. If `is_built`, the model has all its variables.
+    `first_epoch` is the argument `initial_epoch` of `fit`, `restored_epoch` the epoch
+    of a restored backup. `epochs` and `validation` read the data; None until
+    created. `work` is the work queue of parameter servers. If `is_built`, the model has
+    all its variables.
     """
 
     def __init__(self, strategy: StrategyLike, first_epoch: int) -> None:
         super().__init__()
         self.strategy = strategy
         self.first_epoch = first_epoch
-        self.initial_epoch: int | None = None
+        self.restored_epoch: int | None = None
         self.epochs: Epochs | None = None
         self.validation: Epochs | None = None
         self.work: StepQueue | None = None
@@ -157,7 +158,7 @@ def discarded_files(
     write one file damage it. The callbacks still run, since all workers must take part
     when a callback reads sharded weights. `RemoteMonitor` sends nothing.
     """
-    sends = keras.callbacks.RemoteMonitor.on_epoch_end
+    remote_epoch_end = keras.callbacks.RemoteMonitor.on_epoch_end
     # The launcher deletes this folder if the process is killed.
     parent = os.environ.get(REPORT_DIR)
     folder = ""
@@ -170,13 +171,13 @@ def discarded_files(
                 path = getattr(callback, name)
                 stack.callback(setattr, callback, name, path)
                 setattr(callback, name, _path_in(Path(folder, str(number)), path))
-            if getattr(type(callback), "on_epoch_end", None) is sends:
+            if getattr(type(callback), "on_epoch_end", None) is remote_epoch_end:
                 vars(callback)["on_epoch_end"] = keras.callbacks.Callback().on_epoch_end
                 stack.callback(vars(callback).pop, "on_epoch_end")
         yield
 
 
 def _path_in(folder: Path, path: str) -> str:
-    """Make `folder`; return the path in it named as `path`, with 0 for each field."""
+    """Create `folder`; return the name of `path` in it, with 0 for each `{field}`."""
     folder.mkdir()
     return str(folder / re.sub(r"\{.*?\}", "0", Path(path).name))

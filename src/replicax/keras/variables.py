@@ -55,7 +55,7 @@ __all__ = [
 class _StrategyMixin(PlacedVariable):
     """A variable whose value always has the sharding that its strategy sets.
 
-    A variable gets this class when it is created; Keras treats it as its own class.
+    `adopt` changes a variable's class to a subclass with this mixin and the same name.
     """
 
     def initialized(self) -> None:
@@ -205,7 +205,7 @@ def init_variable(
     if is_traced:
         initializer, shape, value_dtype = _constant_in_trace(variable, initializer)
         dtype = value_dtype.name if dtype is None else dtype
-    if strategy is not None and _is_state_of_replicas(dtype, kwargs):
+    if strategy is not None and _is_moving_statistic(dtype, kwargs):
         kwargs["aggregation"] = "mean"
     if strategy is not None:
         initializer = _copied(initializer)
@@ -246,8 +246,8 @@ def _in_replica_function() -> bool:
     return current_context() is not None and current_scope() is not None
 
 
-def _is_state_of_replicas(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
-    """Whether a layer creates moving statistics, for which Keras sets no aggregation.
+def _is_moving_statistic(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
+    """Whether a layer creates a moving statistic, for which Keras sets no aggregation.
 
     Flax layers have them too (`batch_stats`). Their counters and keys have no mean.
     """
