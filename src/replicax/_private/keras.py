@@ -24,6 +24,7 @@ from keras.src.backend.common.global_state import (
     set_global_attribute,
 )
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.random import seed_generator
 from keras.src.random.seed_generator import (
@@ -31,7 +32,7 @@ from keras.src.random.seed_generator import (
     global_seed_generator,
 )
 from keras.src.utils import jax_layer
-from keras.src.utils.naming import to_snake_case
+from keras.src.utils.naming import auto_name, to_snake_case
 
 
 def current_scope() -> Any:
@@ -192,6 +193,24 @@ def named_by() -> Any:
     """Return the owner of this thread's name scope, such as a layer; or None."""
     scopes = get_global_attribute("name_scope_stack")
     return scopes[-1].caller if scopes else None
+
+
+def path_of_new(variable: Any, kwargs: dict[str, Any]) -> str:
+    """Return the path of a variable that is about to be created with `kwargs`.
+
+    Set the name in `kwargs`, since Keras numbers default names.
+    """
+    kwargs["name"] = kwargs.get("name") or auto_name(type(variable).__name__)
+    return "/".join(filter(None, (current_path(), str(kwargs["name"]))))
+
+
+def combination_of(variable: Any) -> Callable[[Any], Any] | None:
+    """Return the function that combines values assigned by replicas, if any."""
+    return getattr(variable, "_replicax_combination", None)
+
+
+def set_combination(variable: Any, combine: Callable[[Any], Any] | None) -> None:
+    variable._replicax_combination = combine
 
 
 def forget_uninitialized(variable: Any) -> None:

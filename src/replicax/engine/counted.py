@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from replicax._util.types import PyTree
+from replicax.engine.aggregation import Combine
 from replicax.engine.cache import Identity
 from replicax.engine.checks.divergence import declare_mirrored
 from replicax.engine.collectives import ReduceOp
@@ -102,6 +103,11 @@ class CountedReplicas:
     def mean(self, tree: PyTree) -> PyTree:
         """Mean over the replicas that count."""
         return jax.tree.map(lambda x: x / self.num_counted, self.sum(tree))
+
+    def combined(self, combine: Combine, value: jax.Array) -> jax.Array:
+        """`combine` of the values `[R, ...]` of the replicas that count."""
+        values = self._group.stacked(value)[: self.num_counted]
+        return self.of_counted_losses(combine(values))
 
     def summand(self, value: jax.Array) -> jax.Array:
         """This replica's summand of a value; summands that count sum to it exactly.

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from replicax._util.stand_ins import is_described
 from replicax._util.types import PyTree
+from replicax.engine.aggregation import AggregationRules
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device, device_name
@@ -67,6 +68,7 @@ class ReplicaGroup:
         layouts: The shardings of variables on the mesh.
         cross_device_ops: The all-reduce of gradients.
         communication: The options of gradient communication.
+        aggregation: The rules for state that replicas compute from their own rows.
         num_per_device: Number of consecutive replicas on each device.
         num_local: Number of replicas on this process' devices.
         first_local: The first replica on this process' devices.
@@ -82,6 +84,7 @@ class ReplicaGroup:
     layouts: Layouts
     cross_device_ops: CrossDeviceOps
     communication: CommunicationOptions
+    aggregation: AggregationRules
     num_per_device: int = 1
     num_local: int
     first_local: int = 0

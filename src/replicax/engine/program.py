@@ -257,6 +257,8 @@ class Program:
         """Trace and compile the program, as its first call does; may be interrupted."""
         with Announced(f"compiling {self.name}"), explained_traces(self.name):
             traced = self._traced(values, leaves)
+            if self.written:
+                self._group.aggregation.require_matches()
             self._has_effects = bool(traced.jaxpr.effects)
             if self._group.axis.is_of_cpus:
                 traced = self._with_room_for(traced, values, leaves)

@@ -20,6 +20,7 @@ from replicax._private.keras import (
     PlacedVariable,
     autocast,
     begin_with_layout,
+    combination_of,
     current_scope,
     forget_uninitialized,
     has_value,
@@ -28,6 +29,7 @@ from replicax._private.keras import (
     names_counted_anew,
     other_values,
     own_value,
+    path_of_new,
     read_values,
     scope_around,
     seeds_drawn_from,
@@ -41,6 +43,7 @@ from replicax.engine.scope import current_call, current_context, current_strateg
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
 from replicax.keras.optimizers import hook_overrides, slot_reference
+from replicax.keras.state import set_aggregation
 
 __all__ = [
     "StrategyVariable",
@@ -67,7 +70,7 @@ class _StrategyMixin(PlacedVariable):
     def assign(self, value: PyTree) -> PyTree:
         """Assign a value; an array is copied, since steps donate variables' arrays."""
         with threads.order:
-            value = super().assign(self._placed_copy(value))
+            value = super().assign(self._placed_copy(self._combined(value)))
             if not threads.is_alone():
                 threads.note_assigned(self)
         return value
@@ -104,6 +107,21 @@ class _StrategyMixin(PlacedVariable):
             (value,) = read_values([self])
             threads.require_value(self, value)
         return autocast(self, value)
+
+    def _combined(self, value: PyTree) -> PyTree:
+        """In a replica function, the value combined by the variable's rule, if any."""
+        combine, context = combination_of(self), current_context()
+        if combine is None or context is None or current_scope() is None:
+            return value
+        new = context.combined(combine, jnp.asarray(value, stored_dtype(self)))
+        if jnp.shape(new) != tuple(self.shape):
+            raise ValueError(
+                f"{current_call()}: the aggregation of {self.path!r} must return an "
+                f"array of the variable's shape {tuple(self.shape)} from the replicas' "
+                f"values [R, *shape]; got shape {jnp.shape(new)}. Reduce dimension 0 "
+                "only, as values.max(0) does."
+            )
+        return new
 
     def _placed_copy(self, value: PyTree) -> PyTree:
         """A copy of a value, in the variable's sharding if it is in host memory."""
@@ -205,9 +223,9 @@ def init_variable(
     if is_traced:
         initializer, shape, value_dtype = _constant_in_trace(variable, initializer)
         dtype = value_dtype.name if dtype is None else dtype
-    if strategy is not None and _is_moving_statistic(dtype, kwargs):
-        kwargs["aggregation"] = "mean"
     if strategy is not None:
+        path = path_of_new(variable, kwargs)
+        set_aggregation(strategy, variable, path, dtype, kwargs)
         initializer = _copied(initializer)
         adopt(variable)  # Before it has a value, which Keras would place itself.
         owner = named_by()
@@ -244,19 +262,6 @@ def _is_placeholder(value: PyTree) -> bool:
 def _in_replica_function() -> bool:
     """Whether this is a trace of a replica function, whose values are tracers."""
     return current_context() is not None and current_scope() is not None
-
-
-def _is_moving_statistic(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
-    """Whether a layer creates a moving statistic, for which Keras sets no aggregation.
-
-    Flax layers have them too (`batch_stats`). Their counters and keys have no mean.
-    """
-    if kwargs.get("trainable", True) or kwargs.get("aggregation") not in (None, "none"):
-        return False
-    is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    return is_float and isinstance(
-        named_by(), keras.layers.BatchNormalization | keras.layers.JaxLayer
-    )
 
 
 VariableReuse = Callable[[Variable], bool]

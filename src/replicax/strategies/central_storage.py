@@ -18,6 +18,7 @@ from replicax._util.arrays import dtype_on_devices
 from replicax._util.interrupts import uninterrupted
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
+from replicax.engine.aggregation import Rule
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.devices import (
     Device,
@@ -52,6 +53,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: The device of the variables. Defaults to the CPU, or to a
             single compute device.
         cross_device_ops: The all-reduce of gradients. Defaults to `rx.NcclAllReduce()`.
+        aggregation: Rules for state, as for `rx.MirroredStrategy`.
 
     Raises:
         DeviceError: For an unknown, absent or repeated device, or compute devices of
@@ -73,6 +75,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: str | Device | None = None,
         *,
         cross_device_ops: CrossDeviceOps | None = None,
+        aggregation: Mapping[str, Rule] | None = None,
     ) -> None:
         name = "CentralStorageStrategy"
         devices = devices_of_one_kind(compute_devices, name, "compute_devices")
@@ -82,7 +85,9 @@ class CentralStorageStrategy(Strategy):
             host = jax.local_devices(backend="cpu")[0]
             home = devices[0] if len(devices) == 1 else host
         mesh = Mesh(np.array([home]), ("parameter",))
-        super().__init__(devices, cross_device_ops, updates_at_home=True)
+        super().__init__(
+            devices, cross_device_ops, aggregation=aggregation, updates_at_home=True
+        )
         self._parameter_device = device_name(home)
         self.home = _ParameterDevice(
             self.group, NamedSharding(mesh, PartitionSpec()), self.runner.dispatch

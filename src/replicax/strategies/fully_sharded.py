@@ -1,9 +1,10 @@
 """`FullyShardedStrategy`: sharded weights, gathered where a replica needs them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.timeouts import Timeouts
+from replicax.engine.aggregation import Rule
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
@@ -34,6 +35,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
         cross_device_ops: Sums gradients over the replicas; its `scatter` sums those of
             sharded weights.
         communication_options: Options of the gradients' communication.
+        aggregation: Rules for state, as for `rx.MirroredStrategy`.
         check_replicas_every: Number of steps between two comparisons of the replicas'
             copies of variables that are not sharded.
         check_input: As for `rx.MultiWorkerMirroredStrategy`.
@@ -65,6 +67,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
         *,
         cluster_resolver: ClusterResolver | str | None = None,
         communication_options: CommunicationOptions | None = None,
+        aggregation: Mapping[str, Rule] | None = None,
         check_replicas_every: int | None = None,
         check_input: bool = True,
         timeouts: Timeouts | None = None,
@@ -74,6 +77,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
             cluster_resolver,
             communication_options,
             cross_device_ops=cross_device_ops,
+            aggregation=aggregation,
             check_replicas_every=check_replicas_every,
             check_input=check_input,
             timeouts=timeouts,

@@ -1,10 +1,11 @@
 """`ModelParallelStrategy`: each replica's weights are sharded over several devices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from replicax._util.arguments import require_count
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.timeouts import Timeouts
+from replicax.engine.aggregation import Rule
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
@@ -39,6 +40,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         cluster_resolver: As for `rx.MultiWorkerMirroredStrategy`.
         cross_device_ops: The all-reduce of gradients over the replicas.
         communication_options: Options of the gradients' communication.
+        aggregation: Rules for state, as for `rx.MirroredStrategy`.
         shard_update: Whether to shard the optimizer's update over the replicas as well.
         check_replicas_every: Number of steps between two comparisons of the variables
             that are not sharded.
@@ -73,6 +75,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         cluster_resolver: ClusterResolver | str | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
+        aggregation: Mapping[str, Rule] | None = None,
         shard_update: bool = False,
         check_replicas_every: int | None = None,
         check_input: bool = True,
@@ -96,6 +99,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             cluster_resolver,
             communication_options,
             cross_device_ops=cross_device_ops,
+            aggregation=aggregation,
             shard_update=shard_update,
             check_replicas_every=check_replicas_every,
             check_input=check_input,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.cluster.tpu_slice import TPUClusterResolver
 from replicax.cluster.tpu_system import join_slice
 from replicax.cluster.workers import Workers
+from replicax.engine.aggregation import Rule
 from replicax.engine.checks.consistency import (
     described_value,
     local_checksums,
@@ -65,6 +66,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             the launcher whose variables are set. The page "Launchers" lists them.
         communication_options: Options of the gradients' communication.
         cross_device_ops: The all-reduce of gradients. Defaults to `rx.NcclAllReduce()`.
+        aggregation: Rules for state, as for `rx.MirroredStrategy`.
         replicas_per_device: Number of replicas on each device.
         shard_update: Whether to shard the optimizer's update (ZeRO stage 1).
         check_replicas_every: Number of steps between two comparisons of the replicas'
@@ -98,6 +100,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         cross_device_ops: CrossDeviceOps | None = None,
+        aggregation: Mapping[str, Rule] | None = None,
         replicas_per_device: int = 1,
         shard_update: bool = False,
         check_replicas_every: int | None = None,
@@ -135,6 +138,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             devices,
             cross_device_ops,
             communication_options=options,
+            aggregation=aggregation,
             replicas_per_device=replicas_per_device,
             shard_update=shard_update,
             shard_weights=self._shards_weights,

@@ -12,6 +12,7 @@ from replicax._util.types import PyTree
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.workers import Workers
 from replicax.engine import combine
+from replicax.engine.aggregation import AggregationRules, Rule
 from replicax.engine.checks.consistency import require_equal, variables_of_all_workers
 from replicax.engine.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.engine.communication import CommunicationOptions
@@ -75,6 +76,7 @@ class Strategy(DatasetMaker, OwnJit):
         updates_at_home: bool = False,
         first_seed: int = 0,
         communication_options: CommunicationOptions | None = None,
+        aggregation: Mapping[str, Rule] | None = None,
         replicas_per_device: int = 1,
         shard_update: bool = False,
         shard_weights: bool = False,
@@ -125,6 +127,7 @@ class Strategy(DatasetMaker, OwnJit):
             ),
             cross_device_ops=cross_device_ops or NcclAllReduce(),
             communication=communication_options or CommunicationOptions(),
+            aggregation=AggregationRules(aggregation, name),
             num_local=num_local * replicas_per_device,
             first_local=num_local * self._workers.index * replicas_per_device,
             first_seed=first_seed,

@@ -1,9 +1,12 @@
 """`TPUStrategy`: one replica per TPU device of a slice."""
 
+from collections.abc import Mapping
+
 from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.tpu_slice import TPUClusterResolver, checked_tpu_resolver
 from replicax.cluster.tpu_system import require_single, tpu_devices
 from replicax.cluster.workers import Workers
+from replicax.engine.aggregation import Rule
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
@@ -25,6 +28,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         tpu_cluster_resolver: The slice. Defaults to `TPUClusterResolver(tpu="")`.
         communication_options: Options of the gradients' communication.
         cross_device_ops: The all-reduce of gradients: XLA's by default.
+        aggregation: Rules for state, as for `rx.MirroredStrategy`.
         replicas_per_device: Number of replicas on each device.
         shard_update: Whether to shard the optimizer's update (ZeRO stage 1).
         check_replicas_every: Number of steps between comparisons of the replicas.
@@ -53,6 +57,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         communication_options: CommunicationOptions | None = None,
         *,
         cross_device_ops: CrossDeviceOps | None = None,
+        aggregation: Mapping[str, Rule] | None = None,
         replicas_per_device: int = 1,
         shard_update: bool = False,
         check_replicas_every: int | None = None,
@@ -65,6 +70,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
             resolver,
             communication_options,
             cross_device_ops=cross_device_ops,
+            aggregation=aggregation,
             replicas_per_device=replicas_per_device,
             shard_update=shard_update,
             check_replicas_every=check_replicas_every,

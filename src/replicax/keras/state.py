@@ -1,0 +1,95 @@
+"""How state that layers compute from a replica's own rows is combined.
+
+Keras declares no aggregation for moving statistics, and other packages declare none at
+all. A strategy's rule by the variable's path comes first; the tables here are the
+defaults for layers that are known. Packages are never imported: a class is known by the
+package that defines it and by its name.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+import keras
+from jax.typing import DTypeLike
+
+from replicax._private.keras import named_by, set_combination
+from replicax._util.types import PyTree
+from replicax.engine.aggregation import Rule, aggregation_of
+from replicax.engine.protocols import StrategyLike
+from replicax.engine.scope import current_context
+
+__all__ = ["set_aggregation"]
+
+_RULES: Mapping[str, Mapping[str, Rule]] = {
+    # The bits that the largest value so far needs: those of all rows are the maximum.
+    "hgq.FixedPointQuantizerBase": {"i": "max", "k": "max"},
+    # Batch normalization inside of dense layers, as Keras' own.
+    "hgq.QLayerBase": {"moving_mean": "mean", "moving_variance": "mean"},
+}
+"""Rules by class, `"package.Class"`, and by the names of its variables."""
+
+_OF_ROWS: Mapping[str, str] = {
+    # Updates mean, sum of squares and count together, from rows `[b, ..., d]`.
+    "bayesflow.Standardize": "_update_moments",
+}
+"""Methods that update state from rows, which get the rows of all replicas."""
+
+
+def set_aggregation(
+    strategy: StrategyLike,
+    variable: keras.Variable,
+    path: str,
+    dtype: DTypeLike | None,
+    kwargs: PyTree,
+) -> None:
+    """Set the aggregation of a variable that is about to be created with `kwargs`."""
+    owner = named_by()
+    if kwargs.get("trainable", True) or isinstance(
+        owner, keras.Optimizer | keras.random.SeedGenerator
+    ):
+        return
+    names = [f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(owner).__mro__]
+    for method in {_OF_ROWS[name] for name in names if name in _OF_ROWS}:
+        _give_all_rows(owner, method)
+    rule = strategy.group.aggregation.of(path)
+    if rule is None:
+        rules = [_RULES.get(name, {}).get(kwargs.get("name", "")) for name in names]
+        rule = next((aggregation_of(x) for x in rules if x is not None), None)
+    if rule is not None:
+        kwargs["aggregation"] = rule.of_keras
+        set_combination(variable, rule.combine)
+    elif _is_moving_statistic(owner, dtype, kwargs):
+        kwargs["aggregation"] = "mean"
+
+
+def _is_moving_statistic(
+    owner: object, dtype: DTypeLike | None, kwargs: PyTree
+) -> bool:
+    """Whether a layer creates moving statistics, for which Keras sets no aggregation.
+
+    Flax layers have them too (`batch_stats`). Their counters and keys have no mean.
+    """
+    if kwargs.get("aggregation") not in (None, "none"):
+        return False
+    is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    return is_float and isinstance(
+        owner, keras.layers.BatchNormalization | keras.layers.JaxLayer
+    )
+
+
+def _give_all_rows(layer: PyTree, name: str) -> None:
+    """Let a layer's method, if it has one, get the rows of all replicas."""
+    if name not in vars(layer) and hasattr(layer, name):
+        # Not a closure: a deep copy of the layer must call its own method.
+        setattr(layer, name, functools.partial(_with_all_rows, getattr(layer, name)))
+
+
+def _with_all_rows(
+    method: Callable[..., PyTree], rows: PyTree, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    context = current_context()
+    if context is not None:
+        gathered = context.all_gather(rows, 0, drop_copies=True)
+        rows = context.of_counted_losses(gathered)
+    return method(rows, *args, **kwargs)
