@@ -61,20 +61,18 @@ def test_batch_normalization_uses_each_replicas_statistics(digits, outcome, rows
     )
 
 
+@pytest.mark.parametrize("is_later", [False, True], ids=["argument", "attribute"])
 @pytest.mark.parametrize("rows", [14, 6])  # Seven of 8 replicas, or 6, share them.
 def test_synchronized_batch_normalization_trains_below_it(
-    digits, outcome, assert_same, rows
+    digits, outcome, assert_same, rows, is_later
 ):
     """Gradients through the global moments leave out the other replicas' losses."""
 
     def work():
+        norm = layers.BatchNormalization(synchronized=not is_later)
+        norm.synchronized = True  # As of a layer that a package made.
         model = keras.Sequential(
-            [
-                keras.Input((64,)),
-                layers.Dense(3),
-                layers.BatchNormalization(synchronized=True),
-                layers.Dense(10),
-            ]
+            [keras.Input((64,)), layers.Dense(3), norm, layers.Dense(10)]
         )
         return fitted(model, (digits[0][:rows], digits[1][:rows]))
 

@@ -261,6 +261,7 @@ def _refuse_float8(variables: PyTree) -> None:
         if getattr(variable, "overwrite_with_gradient", False):
             raise NotImplementedError(
                 f"optimizer.apply: variable {variable.path!r} is overwritten with its "
-                "gradient (float8 training), which has no sum over replicas. Train "
-                "float8 layers without a strategy."
+                "gradient (float8 training), which has no sum over replicas. Under a "
+                "strategy train with keras.config.set_dtype_policy('mixed_bfloat16'); "
+                "train float8 layers without one."
             )

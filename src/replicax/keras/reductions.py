@@ -114,14 +114,15 @@ def init_batch_normalization(
 ) -> None:
     """`BatchNormalization.__init__`; Keras' own refuses `synchronized=True` on JAX."""
     original(layer, *args, **kwargs)
-    layer.synchronized = synchronized
-    if synchronized:
-        replace_moments(layer, functools.partial(_synchronized_moments, layer))
+    layer.synchronized = synchronized  # Also later: a package may have made the layer.
+    replace_moments(layer, functools.partial(_moments, layer))
 
 
-def _synchronized_moments(
+def _moments(
     layer: keras.Layer, own: Original, inputs: PyTree, mask: PyTree
 ) -> PyTree:
+    if not layer.synchronized:
+        return own(inputs, mask)
     context = current_context()
     layer.synchronized = False  # Keras' method `own` refuses True.
     try:
