@@ -1,5 +1,6 @@
 """Event files, read with TensorBoard's own reader."""
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,22 @@ def test_a_missing_package_raises_with_the_install_command(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install 'replicax\[tensorboard\]'"):
         rx.callbacks.TensorBoard()
+
+
+@pytest.mark.parametrize("callback", ["TensorBoard", "Report", "BackupAndRestore"])
+def test_a_copied_callback_is_one_of_its_own(callback: str, tmp_path: Path) -> None:
+    """KerasTuner's trials train with deep copies."""
+    make_callback: Any = {
+        "TensorBoard": lambda: rx.callbacks.TensorBoard(tmp_path / "t", update_freq=1),
+        "Report": lambda: rx.callbacks.Report(tmp_path / "r.html", diagnosis=False),
+        "BackupAndRestore": lambda: rx.BackupAndRestore(
+            tmp_path / "b", delete_checkpoint=False
+        ),
+    }[callback]
+    first = make_callback()
+    for copied in (copy.deepcopy(first), copy.deepcopy(first)):
+        make(mirrored(2)).fit(X, Y, callbacks=[copied], verbose=0)
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written & {"t", "r.html", "b"}
+    if callback == "TensorBoard":
+        assert len(list((tmp_path / "t" / "train").iterdir())) == 2

@@ -260,3 +260,11 @@ def test_args_must_be_a_sequence(strategy) -> None:
         strategy.run(lambda x: x, rx.PerReplica(np.ones(4)))
     with pytest.raises(TypeError, match=r"run: fn must be callable; got 3"):
         strategy.run(3)
+
+
+def test_tools_for_tf_distribute_ask_about_the_worker(strategy) -> None:
+    """KerasTuner reads `_in_multi_worker_mode` and `should_checkpoint`."""
+    extended = strategy.extended
+    assert not extended._in_multi_worker_mode()
+    assert extended.should_checkpoint
+    assert extended.should_save_summary

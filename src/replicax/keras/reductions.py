@@ -118,9 +118,7 @@ def init_batch_normalization(
     replace_moments(layer, functools.partial(_moments, layer))
 
 
-def _moments(
-    layer: keras.Layer, own: Original, inputs: PyTree, mask: PyTree
-) -> PyTree:
+def _moments(layer: keras.Layer, own: Original, inputs: PyTree, mask: PyTree) -> PyTree:
     if not layer.synchronized:
         return own(inputs, mask)
     context = current_context()

@@ -53,7 +53,7 @@ class SummaryWriter:
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         self.log_dir = os.fspath(log_dir)
-        self._format = _event_format()
+        _event_format()  # Not kept: modules cannot be copied, and callbacks are.
         self._records: Any = None
 
     def scalar(self, name: str, value: ArrayLike, *, step: int | ArrayLike) -> None:
@@ -62,7 +62,7 @@ class SummaryWriter:
         Raises:
             ValueError: If `value` is not one number.
         """
-        self._write(self._format.scalar_pb(name, np.asarray(value)), step)
+        self._write(_event_format().scalar_pb(name, np.asarray(value)), step)
 
     def histogram(
         self,
@@ -83,7 +83,7 @@ class SummaryWriter:
         array = np.asarray(values)
         if array.dtype.kind not in "biuf":  # Such as bfloat16.
             array = array.astype("float32")
-        self._write(self._format.histogram_pb(name, array, buckets), step)
+        self._write(_event_format().histogram_pb(name, array, buckets), step)
 
     def flush(self) -> None:
         """Write buffered values to the file."""
@@ -105,7 +105,7 @@ class SummaryWriter:
         self.close()
 
     def _write(self, summary: object, step: int | ArrayLike) -> None:
-        form = self._format
+        form = _event_format()
         if self._records is None:
             form.gfile.makedirs(self.log_dir)
             name = (

@@ -32,6 +32,7 @@ from replicax.jax_loops.placement import MatchedRule
 from replicax.keras import hooks
 from replicax.strategies import compilation_cache, layout_maps
 from replicax.strategies.dry_run import DryRunner, current_receiver
+from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.home import ReplicaHome
 from replicax.strategies.runner import (
     ProgramRunner,
@@ -178,6 +179,15 @@ class Strategy(DatasetMaker, OwnJit):
     def is_chief(self) -> bool:
         """Whether this process acts for all, for example to export a model."""
         return self._workers.is_chief
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """What tools for `tf.distribute`, such as KerasTuner, ask about this worker."""
+        return StrategyExtended(
+            num_workers=self._workers.count,
+            should_checkpoint=self.is_chief,
+            should_save_summary=self.is_chief,
+        )
 
     @property
     def max_devices(self) -> int | None:

@@ -36,7 +36,7 @@ def _of_extended(
         return updated
     if attr_of(script.parent(node)) == "call_for_each_replica":
         return updated.value
-    raise Unported("strategies have no `extended`: use the strategy's methods")
+    raise Unported("`extended` has no methods here: use the strategy's")
 
 
 def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
