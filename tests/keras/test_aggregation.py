@@ -14,12 +14,12 @@ X = np.random.default_rng(0).normal(size=(10, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)
 
 RULES: dict[str, Any] = {
-    "scaled/(peak|wide)": "max",
-    "scaled/least": "min",
-    "scaled/running": "mean",
-    "scaled/seen": "sum",
-    "scaled/corner": "first",
-    "scaled/power": lambda values: ops.sqrt(ops.mean(ops.square(values), 0)),
+    ".*scaled/(peak|wide)": "max",
+    ".*scaled/least": "min",
+    ".*scaled/running": "mean",
+    ".*scaled/seen": "sum",
+    ".*scaled/corner": "first",
+    ".*scaled/power": lambda values: ops.sqrt(ops.mean(ops.square(values), 0)),
 }
 
 
@@ -144,22 +144,22 @@ def test_wrong_rules(rules: Any, error: type[Exception], message: str) -> None:
 
 def test_an_expression_that_matches_nothing() -> None:
     strategy = rx.MirroredStrategy(on(0, 1), aggregation={**RULES, ".*/paek": "max"})
-    with pytest.raises(ValueError, match=r"'\.\*/paek'.*near paths: scaled/peak"):
+    with pytest.raises(ValueError, match=r"'\.\*/paek'.*near paths: .*/scaled/peak"):
         trained(strategy)
 
 
 def test_two_expressions_for_one_variable() -> None:
-    rules = {".*/peak": "max", "scaled/.*": "mean"}
-    with pytest.raises(ValueError, match=r"'scaled/peak' matches several.*'scaled/"):
+    rules = {".*/peak": "max", ".*scaled/.*": "mean"}
+    with pytest.raises(ValueError, match=r"/scaled/peak' matches several.*scaled/"):
         trained(rx.MirroredStrategy(on(0, 1), aggregation=rules))
 
 
 def test_a_function_of_another_shape() -> None:
-    rules = {**RULES, "scaled/power": lambda values: values}
-    with pytest.raises(ValueError, match=r"fit.*'scaled/power'.*\(\).*got shape \(2,"):
+    rules = {**RULES, ".*scaled/power": lambda values: values}
+    with pytest.raises(ValueError, match=r"fit.*/scaled/power'.*\(\).*got shape \(2,"):
         trained(rx.MirroredStrategy(on(0, 1), aggregation=rules))
 
 
 def test_the_error_about_other_state_names_the_option() -> None:
-    with pytest.raises(rx.DivergenceError, match=r"aggregation=\{'scaled/peak': 'max"):
+    with pytest.raises(rx.DivergenceError, match=r"aggregation=\{'\.\*peak': 'max"):
         trained(rx.MirroredStrategy(on(0, 1)))

@@ -280,7 +280,7 @@ def divergence_error(
         "rx.get_replica_context().all_reduce(rx.ReduceOp.MEAN, value); or create a "
         "Keras variable with aggregation='mean', 'sum' or 'only_first_replica' "
         "(add_weight(..., aggregation=...)); or, for a layer of a package, give the "
-        f"strategy a rule, such as aggregation={{{variables[differing[0]].path!r}: "
+        f"strategy a rule, such as aggregation={{'.*{variables[differing[0]].name}': "
         "'max'}."
         + (f" It is computed in {'; '.join(user_lines)}." if user_lines else "")
     )
