@@ -61,7 +61,7 @@ class AggregationRules:
         ValueError: For an unknown rule or a malformed expression.
     """
 
-    def __init__(self, rules: Mapping[str, Rule] | None, caller: str) -> None:
+    def __init__(self, rules: object, caller: str) -> None:
         if not isinstance(rules, Mapping | None):
             raise TypeError(
                 f"{caller}: aggregation must be a dict of regular expressions to rules;"
@@ -70,7 +70,8 @@ class AggregationRules:
         self._caller = caller
         self._rules: dict[str, Aggregation] = {}
         self._paths: set[str] = set()
-        for pattern, rule in (rules or {}).items():
+        entries: Mapping[str, Rule] = rules or {}
+        for pattern, rule in entries.items():
             what = f"{caller}: aggregation[{pattern!r}]"
             if not callable(rule) and rule not in list(_BY_NAME):
                 raise ValueError(
