@@ -107,7 +107,7 @@ class CountedReplicas:
     def combined(self, combine: Combine, value: jax.Array) -> jax.Array:
         """`combine` of the values `[R, ...]` of the replicas that count."""
         values = self._group.stacked(value)[: self.num_counted]
-        return self.of_counted_losses(combine(values))
+        return self.stop_uncounted_gradients(combine(values))
 
     def summand(self, value: jax.Array) -> jax.Array:
         """This replica's summand of a value; summands that count sum to it exactly.

@@ -91,5 +91,5 @@ def _with_all_rows(
     context = current_context()
     if context is not None:
         gathered = context.all_gather(rows, 0, drop_copies=True)
-        rows = context.of_counted_losses(gathered)
+        rows = context.stop_uncounted_gradients(gathered)
     return method(rows, *args, **kwargs)
