@@ -1,6 +1,7 @@
 """Keras callbacks of replicax."""
 
+from replicax.keras.chief import on_chief
 from replicax.report.callback import Report
 from replicax.report.tensorboard import TensorBoard
 
-__all__ = ["Report", "TensorBoard"]
+__all__ = ["Report", "TensorBoard", "on_chief"]

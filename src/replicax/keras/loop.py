@@ -9,6 +9,7 @@ import dataclasses
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import TypeAlias
 
 import jax
@@ -21,10 +22,10 @@ from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
 from replicax.input.distributed import DistributedInput
 from replicax.keras import building, providers
 from replicax.keras.adapters import DataAdapterLike, adapter_of
+from replicax.keras.chief import only_on_chief
 from replicax.keras.epochs import Epochs
 from replicax.keras.session import (
     FitSession,
-    discarded_files,
     late_callbacks,
     refuse_saves_by_each_worker,
     refuse_swapped_averages,
@@ -114,8 +115,7 @@ def fit(
         of_user = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
         refuse_saves_by_each_worker(of_user, strategy)
         # Before `set_model`, in which TensorBoard opens its files.
-        if not strategy.is_chief:
-            session.enter_context(discarded_files(of_user))
+        session.enter_context(only_on_chief(of_user, strategy))
         # A progress bar would count one worker's steps among those of many.
         is_one_of_many = verbose == "auto" and session.work is not None
         listed = _callback_list(
@@ -279,12 +279,14 @@ def evaluate(
     if kwargs:
         raise ValueError(f"Arguments not recognized: {kwargs}")
     is_part_of_fit = data is not None
-    if data is None:
-        adapter = adapter_of(
-            x, y, sample_weight, batch_size=batch_size, steps_per_epoch=steps
-        )
-        data = _epochs(model, strategy, adapter, steps)
-    try:
+    with ExitStack() as stack:
+        if data is None:
+            adapter = adapter_of(
+                x, y, sample_weight, batch_size=batch_size, steps_per_epoch=steps
+            )
+            data = _epochs(model, strategy, adapter, steps)
+            stack.callback(data.close)
+            stack.enter_context(only_on_chief(callbacks, strategy))
         building.build(model, strategy, "test", data.first_batch)
         data.reset()
         listed = _callback_list(model, callbacks, verbose, data)
@@ -298,9 +300,6 @@ def evaluate(
             raise building.no_data_error(model, what)
         logs = trainer.pythonify_logs(_results(model, last[0]))
         listed.on_test_end(logs)
-    finally:
-        if not is_part_of_fit:
-            data.close()
     return logs if return_dict else trainer.metrics_in_order(model, logs)
 
 
@@ -318,7 +317,7 @@ def predict(
     # A `predict_step` of the user's may read targets.
     only_inputs = is_of_keras(model, ["predict_step"])
     data = _epochs(model, strategy, adapter, steps, only_inputs=only_inputs)
-    try:
+    with closing(data), only_on_chief(callbacks, strategy):
         if not building.is_built(model):
             building.build(model, strategy, "predict", data.first_batch)
             data.reset()
@@ -328,8 +327,6 @@ def predict(
         listed.on_predict_begin()
         outputs = list(_executions(model, data, steps_of_model, listed, "predict"))
         listed.on_predict_end()
-    finally:
-        data.close()
     if not outputs:
         raise building.no_data_error(model)
     return jax.tree.map(lambda *xs: np.concatenate(xs), *outputs)

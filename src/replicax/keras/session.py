@@ -1,26 +1,17 @@
-"""The state of one call of `fit`, for callbacks and parameter servers.
+"""The state of one call of `fit`, for callbacks and parameter servers."""
 
-Only the chief keeps the files that callbacks write.
-"""
-
-import os
-import re
-import tempfile
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 import keras
 
 from replicax.cluster import workers
-from replicax.cluster.failure import REPORT_DIR
 from replicax.engine.protocols import RecorderLike, StepQueue, StrategyLike
 from replicax.keras.epochs import Epochs
 
 __all__ = [
     "FitSession",
     "LateCallback",
-    "discarded_files",
     "late_callbacks",
     "refuse_saves_by_each_worker",
     "refuse_swapped_averages",
@@ -138,46 +129,3 @@ def refuse_saves_by_each_worker(
             f"from each of the {num_workers} workers of {strategy!r} at once. Use "
             "rx.BackupAndRestore, which saves once and restores all workers."
         )
-
-
-_PATHS: dict[type[keras.callbacks.Callback], str] = {
-    keras.callbacks.ModelCheckpoint: "filepath",
-    keras.callbacks.CSVLogger: "filename",
-    keras.callbacks.TensorBoard: "log_dir",
-}
-"""The attribute with the path of the file or folder that a callback writes."""
-
-
-@contextmanager
-def discarded_files(
-    callbacks: Iterable[keras.callbacks.Callback],
-) -> Generator[None]:
-    """Redirect the files of callbacks to a folder that is deleted at the end.
-
-    For workers that are not the chief: all workers have the same paths, and two that
-    write one file damage it. The callbacks still run, since all workers must take part
-    when a callback reads sharded weights. `RemoteMonitor` sends nothing.
-    """
-    remote_epoch_end = keras.callbacks.RemoteMonitor.on_epoch_end
-    # The launcher deletes this folder if the process is killed.
-    parent = os.environ.get(REPORT_DIR)
-    folder = ""
-    with ExitStack() as stack:
-        for number, callback in enumerate(callbacks):
-            for name in (x for kind, x in _PATHS.items() if isinstance(callback, kind)):
-                folder = folder or stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix="replicax-", dir=parent)
-                )
-                path = getattr(callback, name)
-                stack.callback(setattr, callback, name, path)
-                setattr(callback, name, _path_in(Path(folder, str(number)), path))
-            if getattr(type(callback), "on_epoch_end", None) is remote_epoch_end:
-                vars(callback)["on_epoch_end"] = keras.callbacks.Callback().on_epoch_end
-                stack.callback(vars(callback).pop, "on_epoch_end")
-        yield
-
-
-def _path_in(folder: Path, path: str) -> str:
-    """Create `folder`; return the name of `path` in it, with 0 for each `{field}`."""
-    folder.mkdir()
-    return str(folder / re.sub(r"\{.*?\}", "0", Path(path).name))
