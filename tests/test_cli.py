@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from replicax.cli import app
 from replicax.cluster.spec import ClusterSpec
+from replicax.ps.credentials import Credentials
 
 CLUSTER = {
     "cluster": {"worker": ["a:2222", "b:2222"]},
@@ -192,3 +193,11 @@ def test_info_does_not_load_libtpu_without_chips() -> None:
 
 
 _MAIN = "from replicax.cli import main; main()"
+
+
+def test_token_is_one_that_servers_accept_and_new_each_time() -> None:
+    tokens = [invoke("token").stdout for _ in range(2)]
+    assert tokens[0] != tokens[1]
+    for token in tokens:
+        line = token.removesuffix("\n")
+        assert Credentials.from_environment({"REPLICAX_PS_TOKEN": token}).accepts(line)

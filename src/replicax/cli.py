@@ -19,6 +19,7 @@ from replicax.commands.info import info
 from replicax.commands.manifest import manifest
 from replicax.commands.plan import plan
 from replicax.commands.run import run
+from replicax.commands.token import token
 
 __all__ = ["app", "main"]
 
@@ -63,6 +64,7 @@ app.command()(info)
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command(context_settings=_SCRIPT_LAST)(plan)
 app.command(context_settings=_SCRIPT_LAST)(manifest)
+app.command()(token)
 
 # Each call of `replicax` loads all commands; a command imports heavy packages itself.
 for entry_point in entry_points(group="replicax.commands"):

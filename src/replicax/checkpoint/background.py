@@ -46,7 +46,6 @@ class BackgroundSave:
         failed: FailedWrites,
     ) -> None:
         self.path = path
-        _unread.add(self)
 
         def save() -> None:
             _remove(partial)
@@ -60,6 +59,8 @@ class BackgroundSave:
 
         executor = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
         self._future: Future[None] = executor.submit(save)
+        # Last: process exit waits for the future of each registered save.
+        _unread.add(self)
         executor.shutdown(wait=False)
 
     def error(self) -> str | None:

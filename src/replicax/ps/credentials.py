@@ -22,7 +22,7 @@ TLS_ROOT = "REPLICAX_PS_TLS_ROOT"
 
 _LEAST_CHARACTERS = 16
 _HOW = (
-    "Create a token with replicax.ps.credentials.new_token() and set it in every task "
+    "Print a new token with `replicax token` and set it in every task "
     f"of the cluster: its text in {TOKEN}, or the path of a file in {TOKEN_FILE}. "
     "`replicax run` does this by itself."
 )
