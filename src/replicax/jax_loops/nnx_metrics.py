@@ -34,8 +34,8 @@ def combined_welfords(
 ) -> Generator[None]:
     """Combine over the replicas the `Welford` metrics that the `with` body changes.
 
-    In the body, the first replica has a metric's values, and the others have none, so
-    that the body may reset the metric.
+    The first replica begins with the metric's state, the others with an empty one. So
+    the body may reset the metric.
     """
     from flax import nnx
 

@@ -43,11 +43,11 @@ from replicax.engine.values import ARRAY_TYPES, PerReplica
 from replicax.engine.variables import Variable
 from replicax.jax_loops.nnx_metrics import combined_welfords, summed_variables
 
-__all__ = ["NNXObjects", "ObjectCall", "only_arguments_read", "take_apart"]
+__all__ = ["CallWithObjects", "NNXObjects", "extract_objects", "only_arguments_read"]
 
 
-class ObjectCall(NamedTuple):
-    """A call of `Strategy.run` with NNX objects, taken apart.
+class CallWithObjects(NamedTuple):
+    """A call of `Strategy.run` with NNX objects, which placeholders replace.
 
     Attributes:
         objects: The structure of the objects, with the engine's variables.
@@ -89,17 +89,17 @@ def _objects_in(tree: PyTree) -> list[tuple[str, str]]:
     ]
 
 
-def take_apart(
+def extract_objects(
     fn: Callable[..., PyTree],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     strategy: StrategyLike,
     cache: "ProgramCache[NNXObjects]",
-) -> ObjectCall | None:
-    """Take the NNX objects of a call of `Strategy.run` apart; None if there are none.
+) -> CallWithObjects | None:
+    """Replace the NNX objects of a call by placeholders; None if there are no objects.
 
-    A method of an object becomes a function of the object, and so does an object that
-    is called.
+    If `fn` is an object or its method, the object becomes the first argument, and `fn`
+    the function of its class.
 
     Raises:
         TypeError: If an NNX variable holds anything but arrays and numbers.
@@ -127,7 +127,7 @@ def take_apart(
     placeholders = iter(objects.placeholders)
     flat = [next(placeholders) if is_nnx_object(x) else x for _, x in pairs]
     args, kwargs = jax.tree.unflatten(tree, flat)
-    return ObjectCall(objects, leaves, arrays, fn, args, kwargs)
+    return CallWithObjects(objects, leaves, arrays, fn, args, kwargs)
 
 
 def _flat(objects: tuple[Any, ...]) -> tuple[Any, list[Any], list[Any], list[Any]]:
@@ -214,7 +214,7 @@ class NNXObjects:
         self._is_attribute.append(not isinstance(leaf, nnx.Variable))
 
     @contextlib.contextmanager
-    def in_variables(self, call: ObjectCall) -> Generator[None]:
+    def in_variables(self, call: CallWithObjects) -> Generator[None]:
         """Move the arrays of a call's objects to the variables; afterwards back."""
         with self._lock:
             internals.write_values(

@@ -285,9 +285,9 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> PyTree:
 
 
 class _InitialState:
-    """Computes the initial state, when Keras initializes the first variable of it.
+    """Computes the initial state, when Keras initializes the state's first variable.
 
-    It initializes the variables that a trace creates after the trace, weights first.
+    For variables created in a trace, this is after the trace, when weights have values.
     """
 
     def __init__(

@@ -49,15 +49,14 @@ class OwnJit(ABC):
 
     @abstractmethod
     def _rule(self, layout_map: object, caller: str) -> placement.MatchedRule | None:
-        """The rule of a layout map, or of the strategy's own; None without both."""
+        """The rule of `layout_map` or of the strategy's own map; None without a map."""
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of the devices of all workers.
 
-        Its axis `"replica"` has the devices that share a batch. With
-        `rx.ModelParallelStrategy` a second axis, `"model"`, has the devices of one
-        replica.
+        Batches are divided along its axis `"replica"`. With `rx.ModelParallelStrategy`
+        a second axis, `"model"`, has the devices of one replica.
 
         Example:
             >>> import replicax as rx
@@ -115,7 +114,7 @@ class OwnJit(ABC):
 
     def _placed(self, tree: PyTree, layout_map: object, caller: str) -> PyTree:
         rule = self._rule(layout_map, caller)
-        paths = [] if rule is None else placement.paths_without_match(tree, rule)
+        paths = [] if rule is None else placement.paths_if_none_match(tree, rule)
         if paths:
             text = (
                 f"{caller}: no expression of the layout map matches any of the "
@@ -251,14 +250,14 @@ class OwnJit(ABC):
         runner = self.group.strategy.runner
         if not is_eager():
             return call()
-        if placement.has_combined_rows(batch):
+        if placement.must_exchange_rows(batch):
             return self._in_own_mesh(
                 lambda: runner.combine("global_batch", call, batch)
             )
         return self._in_own_mesh(lambda: runner.dispatch(call))
 
     def watch(self, step: Jitted[P, T], *, num_steps: int = 1) -> WatchedStep[P, T]:
-        """Count and watch your own jitted training step, as `run` does its steps.
+        """Count and watch your own jitted training step, like a step of `run`.
 
         With several workers a step that hangs ends all of them after `Timeouts.step`,
         with the name of the worker that is missing; workers that call different steps

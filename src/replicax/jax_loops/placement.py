@@ -29,9 +29,9 @@ __all__ = [
     "MatchedRule",
     "Spec",
     "global_batch",
-    "has_combined_rows",
     "is_placeable",
-    "paths_without_match",
+    "must_exchange_rows",
+    "paths_if_none_match",
     "place",
     "spec_by_path",
 ]
@@ -89,7 +89,7 @@ def _matched(rule: MatchedRule, keys: KeyPath, leaf: PyTree) -> PartitionSpec | 
     return None
 
 
-def paths_without_match(tree: PyTree, rule: MatchedRule) -> list[str]:
+def paths_if_none_match(tree: PyTree, rule: MatchedRule) -> list[str]:
     """The paths of all arrays but scalars, if a rule matches none of them."""
     arrays = [
         (keys, leaf)
@@ -181,7 +181,7 @@ def _agree_on_values(
     )
 
 
-def has_combined_rows(batch: PyTree) -> bool:
+def must_exchange_rows(batch: PyTree) -> bool:
     """Whether the devices have to exchange rows to join a batch."""
     leaves = jax.tree.leaves(batch, is_leaf=is_per_replica)
     return any(isinstance(x, PerReplica) and x.num_active is not None for x in leaves)

@@ -38,8 +38,8 @@ from replicax.input.distributed import DistributedInput
 from replicax.input.sources import is_dataset
 from replicax.jax_loops.nnx_objects import (
     NNXObjects,
+    extract_objects,
     only_arguments_read,
-    take_apart,
 )
 
 __all__ = [
@@ -115,7 +115,7 @@ class ProgramRunner:
             )
         num_args = len(args)
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
-        call = take_apart(fn, args, kwargs, self._strategy, self._objects)
+        call = extract_objects(fn, args, kwargs, self._strategy, self._objects)
         if call is not None:
             fn, args, kwargs = call.fn, call.args, call.kwargs
         # Arguments that were bound to the function come first now.
