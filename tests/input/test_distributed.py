@@ -74,7 +74,7 @@ def test_generator_object_has_one_epoch(mesh):
     dataset = DistributedDataset((X[i : i + 4] for i in (0, 4, 8)), mesh)
     for _ in dataset:
         break  # The prefetched batches are lost.
-    with pytest.raises(RuntimeError, match="iterated before, which is possible once"):
+    with pytest.raises(RuntimeError, match="and can be iterated only once"):
         list(dataset)
 
 

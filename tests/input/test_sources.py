@@ -174,7 +174,7 @@ def test_jax_arrays_on_many_devices_come_to_the_host():
 def test_second_epoch_of_an_iterator_is_an_error(make):
     iterator = make()
     assert len(list(batches(iterator))) > 0
-    with pytest.raises(RuntimeError, match=r"iterated once.*callable"):
+    with pytest.raises(RuntimeError, match=r"only once.*callable"):
         list(batches(iterator))
 
 

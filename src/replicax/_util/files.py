@@ -223,7 +223,7 @@ class FailedWrites:
         elif self.count.bit_count() == 1:
             _logger.warning("%s (%d in a row failed)", problem, self.count)
 
-    def end(self, what: str) -> None:
+    def reset(self, what: str) -> None:
         """Reset the count after a success, and log that if writes failed before."""
         if self.count:
             _logger.warning("%s is written, after %d that failed", what, self.count)

@@ -54,7 +54,7 @@ class BackgroundSave:
             except CheckpointError as error:
                 failed.add(str(error))
                 raise
-            failed.end(f"checkpoint {path}")
+            failed.reset(f"checkpoint {path}")
             _remove(outdated)
 
         executor = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
@@ -64,7 +64,7 @@ class BackgroundSave:
         executor.shutdown(wait=False)
 
     def error(self) -> str | None:
-        """Wait and return the error; the caller reports it, process exit does not."""
+        """Wait and return the error; afterwards process exit does not report it."""
         problem = self.wait()
         _unread.discard(self)
         return problem

@@ -122,7 +122,7 @@ class BackupAndRestore(LateCallback):
         self._epoch, self._step = 0, 0
         self._total = 0  # Steps (with servers: epochs), also those before a restart.
         self._random_state = random_state.capture()
-        self._is_due = False
+        self._is_postponed = False
         self._metrics: list[np.ndarray] | None = None
         self._state = FitState(self._trained_model)
         self._manager = CheckpointManager(
@@ -154,11 +154,11 @@ class BackupAndRestore(LateCallback):
         self._total += done - self._step
         self._step = done
         is_to_stop = self._stop.reached(self._total)
-        if not (is_to_stop or self._is_time()):
+        if not (is_to_stop or self._is_due()):
             return
-        # Keras cannot begin an epoch without remaining steps: save after its end.
+        # Keras cannot resume an epoch that has no steps left: save at the epoch's end.
         if done == length or not self._data.has_more():
-            self._is_due = True
+            self._is_postponed = True
             return
         if is_to_stop:
             self._save_and_exit()
@@ -174,7 +174,7 @@ class BackupAndRestore(LateCallback):
             return
         if self._stop.reached(self._total):
             self._save_and_exit()
-        if self._is_due or self.save_freq == "epoch":
+        if self._is_postponed or self.save_freq == "epoch":
             self._save()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -185,7 +185,7 @@ class BackupAndRestore(LateCallback):
         """
         if not self._saves:
             return
-        if self._stop.reached(self._total):  # The script will not save the result.
+        if self._stop.reached(self._total):  # A SIGKILL may precede the script's save.
             self._save_and_exit()
         if not self.delete_checkpoint:
             if self._total != self._last_saved:
@@ -205,14 +205,14 @@ class BackupAndRestore(LateCallback):
         if self._worker.is_chief:
             shutil.rmtree(self.backup_dir, ignore_errors=True)
 
-    def _is_time(self) -> bool:
+    def _is_due(self) -> bool:
         every = self.save_freq
         if not isinstance(every, int) or not every:
             return False
         return self._total - self._last_saved >= every
 
     def _save(self) -> None:
-        self._is_due = False
+        self._is_postponed = False
         self._last_saved = self._total
         position = self._data.position(self._epoch, self._step)
         callbacks, self._state.best_weights = capture_callbacks(self._others)

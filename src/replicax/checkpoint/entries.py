@@ -220,9 +220,9 @@ def _variable_entry(name: str, variable: keras.Variable) -> ArrayEntry:
     def read() -> jax.Array:
         if not internals.has_value(variable):
             raise CheckpointError(
-                f"checkpoint: variable {variable.path!r} has no value here: fit or a "
-                "scope that is still open has it. Save after it, or in a callback "
-                "after model.jax_state_sync()."
+                f"checkpoint: variable {variable.path!r} has no value: a running fit "
+                "or an open scope holds it. Save after the end of that, or in a "
+                "callback after model.jax_state_sync()."
             )
         return variable.value
 

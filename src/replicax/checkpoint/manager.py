@@ -132,8 +132,8 @@ class CheckpointManager:
     def save(self, checkpoint_number: int | None = None) -> str:
         """Copy the values and write them in the background.
 
-        Worker 0 logs failed writes: the 1st, 2nd, 4th and so on in a row. `wait` and
-        `close` raise an error if the last write failed.
+        Worker 0 logs the 1st, 2nd, 4th, 8th and so on of consecutive failed writes.
+        `wait` and `close` raise an error if the last write failed.
 
         Args:
             checkpoint_number: Number in the name; None: one more than the last.

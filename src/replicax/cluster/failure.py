@@ -143,7 +143,7 @@ def leave_for_launcher(name: str, text: str) -> None:
     except OSError as error:
         _failed.add(f"{name} for the launcher cannot be written to {folder}: {error}.")
     else:
-        _failed.end(f"{name} for the launcher")
+        _failed.reset(f"{name} for the launcher")
 
 
 def end_process(report: FailureReport) -> NoReturn:

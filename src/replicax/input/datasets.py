@@ -67,10 +67,10 @@ class DatasetMaker(ABC):
                 or any iterable. Arrays, also in a tuple or dict, are split into batches
                 of `batch_size`.
             remainder: The policy for a batch whose examples the replicas cannot share
-                equally: `"keep"` all, on as many replicas as can share them equally
-                (workers that read different data drop instead); `"drop"` the last
-                examples, and log this; `"pad"` the batch, and yield `(batch, mask)`
-                for every batch; raise an `"error"`.
+                equally. `"keep"`: use as many replicas as can share them equally
+                (workers that read different data drop instead). `"drop"`: drop the last
+                examples, and log this. `"pad"`: pad the batch, and yield
+                `(batch, mask)` for every batch. `"error"`: raise a `ValueError`.
             batch_size: Global batch size for arrays.
             prefetch: Number of batches placed on the devices ahead of the step.
             auto_shard_policy: How several workers shard the dataset. By default all

@@ -169,8 +169,8 @@ class DistributedInput(ABC):
             self._reported.add(num_dropped)
             logging.getLogger("replicax").warning(
                 "%s: %d examples of the epoch were left out, because the %d replicas "
-                "could not share them equally (remainder='drop'). Choose a batch size "
-                "that divides, or pass remainder='pad'.",
+                "could not share them equally (remainder='drop'). Choose a multiple of "
+                "the number of replicas as batch size, or pass remainder='pad'.",
                 type(self).__name__,
                 num_dropped,
                 self._num_replicas,
@@ -193,8 +193,8 @@ class DistributedInput(ABC):
     def _policy(self) -> Remainder:
         """The policy for rows that the replicas cannot share equally.
 
-        The number of active replicas is the same on all workers. So workers with data
-        of their own cannot keep a part of a step.
+        `"keep"` needs the same number of active replicas on all workers. So workers
+        that read different data drop rows instead.
         """
         is_dropped = self._remainder is Remainder.KEEP and self.is_local
         return Remainder.DROP if is_dropped else self._remainder
@@ -242,8 +242,8 @@ class DistributedDataset(DistributedInput):
         """Make a dataset; only strategies do, by `experimental_distribute_dataset`.
 
         For the arguments see that method and `DistributedInput`. `remainder="drop"`
-        drops a batch of fewer than `R` rows whole, except the first one of an epoch,
-        which is an error.
+        drops every batch of fewer than `R` rows; as the first batch of an epoch, such a
+        batch is an error.
         """
         super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
         check_dataset(dataset, batch_size)
@@ -288,8 +288,8 @@ class DistributedDataset(DistributedInput):
         if self._started and is_one_shot(self._dataset):
             raise RuntimeError(
                 f"DistributedDataset: this {type(self._dataset).__name__} was iterated "
-                "before, which is possible once. Pass a callable that makes a new one "
-                "each epoch, such as the generator function itself."
+                "before, and can be iterated only once. Pass a callable that makes a "
+                "new one each epoch, such as the generator function itself."
             )
         self._started = True
         return super()._start(iteration, num_skipped)

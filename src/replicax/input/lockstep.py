@@ -103,24 +103,24 @@ def _common_batches(
         _share_capacities(window, [m["capacities"] for m in messages])
         yield from window[:num_common]
         num_steps += num_common
-        left = [x[num_common] if len(x) > num_common else 0 for x in sizes]
-        if any(left) or not num_common:
+        remaining = [x[num_common] if len(x) > num_common else 0 for x in sizes]
+        if any(remaining) or not num_common:
             break
         if len(counts) == len(messages):
             yield from itertools.islice(batches, min(counts) - num_steps)
             num_steps = min(counts)
-            left = [count - num_steps for count in counts]
+            remaining = [count - num_steps for count in counts]
             break
         window = list(itertools.islice(batches, _WINDOW))
         messages = _exchange(epoch, window)
-    if any(left) and epoch.workers.is_chief:
-        names = zip(epoch.workers.names, left, strict=True)
+    if any(remaining) and epoch.workers.is_chief:
+        names = zip(epoch.workers.names, remaining, strict=True)
         _logger.warning(
             "%s ended after %d steps, because %s had no further batch, or a smaller "
             "one. The other workers did not use the rest of their batches.",
             epoch.name,
             num_steps,
-            listed(name for name, size in names if size < max(left)),
+            listed(name for name, size in names if size < max(remaining)),
         )
 
 

@@ -238,7 +238,7 @@ class MappedAhead(Iterator[T], Generic[S, T]):
         self._has_begun = False
 
     def has_next(self) -> bool:
-        """Whether there is a next result, computed or in progress."""
+        """Whether the next result is computed or in progress: after a first `next`."""
         return self._next is not None
 
     def close(self) -> None:

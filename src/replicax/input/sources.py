@@ -167,8 +167,8 @@ def _arrays_only(
     if is_empty and iterator is dataset:
         raise RuntimeError(
             f"dataset: this {type(dataset).__name__} has no batches, or was read "
-            "before: it can be iterated once. Pass a callable that makes a new one "
-            "each epoch, such as the generator function itself."
+            "before: it can be iterated only once. Pass a callable that makes a new "
+            "one each epoch, such as the generator function itself."
         )
 
 

@@ -252,7 +252,7 @@ class Snapshots:
                 "the folder writable."
             )
             return False
-        self._failed.end(f"snapshot {path}")
+        self._failed.reset(f"snapshot {path}")
         with self._flushed:
             self._written = progress
             self._flushed.notify_all()
