@@ -217,7 +217,7 @@ def test_a_map_without_match_is_said(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("layout_map", "error", "text"),
     [
-        ({"w": ("data", None)}, ValueError, "the only axis .* 'replica'; data is none"),
+        ({"w": ("data", None)}, ValueError, "the only axis .* 'replica', not data"),
         ({"w": (None, "replica")}, ValueError, r"dimension 1 of 'w' \(8, 6\) over 4"),
         ("w", TypeError, "got 'w'"),
         ({"w": ("replica", None), ".*": (None, None)}, None, ""),
@@ -402,6 +402,6 @@ def test_run_says_that_it_does_not_divide_arguments(
     assert not caplog.text
     for _ in range(2):
         strategy.run(lambda tree: tree["w"].sum(), args=({"w": large},))
-    count = caplog.text.count("an argument float32[256, 256] is whole on each device")
+    count = caplog.text.count("argument float32[256, 256] is replicated on each device")
     assert count == (name in SPECS)
     assert ("strategy.shard" in caplog.text) == (name in SPECS)

@@ -194,7 +194,7 @@ def test_folders_by_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for number in ("", "1", "18"):
         monkeypatch.setenv("NPROC", number)
-        names.add(compilation_cache._threads())
+        names.add(compilation_cache._threads_folder())
     assert len(names) == 3
 
 

@@ -235,5 +235,5 @@ def test_devices_do_not_divide(num: int) -> None:
     ids=["bytes_per_pack", "num_packs"],
 )
 def test_packs_are_refused(options: Any) -> None:
-    with pytest.raises(ValueError, match="gradients cannot be packed"):
+    with pytest.raises(ValueError, match="gradients cannot be summed in buckets"):
         parallel(**options)

@@ -1,4 +1,4 @@
-"""Turns on JAX' compilation cache on disk, unless the user has configured it."""
+"""Turns on JAX's compilation cache on disk, unless the user has configured it."""
 
 import functools
 import logging
@@ -48,7 +48,7 @@ def turn_on(platform: str) -> Path | None:
         base = Path(folder_name).expanduser().absolute()
         if not folder_name:
             base = caches_folder(os.environ) / "compiled"
-        folder = base / _threads()
+        folder = base / _threads_folder()
         # This process runs stored programs unchecked: no other user may write here.
         for path in (base, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,8 +65,8 @@ def turn_on(platform: str) -> Path | None:
         "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ
         and jax.config.values[_XLA_CACHES] == _XLA_CACHES_OF_JAX
     ):
-        # XLA's own files there have no bound, and one that cannot be written fails the
-        # compilation, where JAX only warns.
+        # XLA's own files would grow without bound. A failed write of one fails the
+        # compilation, while JAX only warns of a failed write.
         jax.config.update(_XLA_CACHES, "")
     # XLA cannot write some large programs for CPUs. JAX warns about each, and compiles
     # it in each run, as it does without a cache.
@@ -85,7 +85,7 @@ def _is_settled_by_user() -> bool:
     )
 
 
-def _threads() -> str:
+def _threads_folder() -> str:
     """Name the folder of programs for this number of threads.
 
     XLA divides a CPU program's loops by the number of threads at compilation, which is

@@ -22,7 +22,7 @@ __all__ = [
 class DefaultStrategy(Strategy):
     """The strategy outside any scope: one replica on JAX's default device.
 
-    Unlike the others it also runs variables that were created outside its scope.
+    Unlike the others, it also uses variables that were created outside any scope.
     """
 
     _adopts = True

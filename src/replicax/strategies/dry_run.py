@@ -42,7 +42,7 @@ class ProgramReceiver(Protocol):
 
     @property
     def home(self) -> NamedSharding:
-        """The sharding of all variables, on a device that can hold arrays."""
+        """The sharding of all variables: one real device, which holds their values."""
         ...
 
     def call(

@@ -90,8 +90,8 @@ def matched_rule(
         if unknown:
             raise ValueError(
                 f"{caller}: layout_map[{pattern!r}] is {names}, but the only axis that "
-                f"weights are sharded over is {' or '.join(map(repr, axes))}; "
-                f"{', '.join(unknown)} is none. Batches need no entry: every batch is "
+                f"weights are sharded over is {' or '.join(map(repr, axes))}, "
+                f"not {', '.join(unknown)}. Batches need no entry: every batch is "
                 "sharded over the replicas."
             )
 
@@ -102,7 +102,7 @@ def matched_rule(
         if len(matching) > 1:
             raise ValueError(
                 f"{caller}: {path!r} matches several expressions of layout_map, "
-                f"{matching}. Make them match one path only once."
+                f"{matching}. Change them so that at most one matches."
             )
         names = entries[matching[0]] if matching else ()
         if not matching or len(names) != len(shape):

@@ -88,9 +88,9 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         packs = getattr(communication_options, "bytes_per_pack", 0)
         if packs or getattr(cross_device_ops, "num_packs", 0) > 1:
             raise ValueError(
-                f"{name}: gradients cannot be packed (bytes_per_pack, num_packs): a "
-                "pack would gather gradients that are sharded over a replica's "
-                "devices. Leave it to XLA."
+                f"{name}: gradients cannot be summed in buckets (bytes_per_pack, "
+                "num_packs): a bucket would gather gradients that are sharded over a "
+                "replica's devices. Leave these options out."
             )
         self._layout_map = layout_map
         self._model_parallel = model_parallel

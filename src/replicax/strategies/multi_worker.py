@@ -128,7 +128,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             workers = self._join_workers(timeouts, gpus)
             devices = self._find_devices(workers)
             num_local = len(devices) // workers.count
-        else:  # They are the devices of all workers.
+        else:  # The stand-ins are the devices of all workers.
             workers = Workers()
             devices = list(stand_ins)
             host = devices[0].process_index

@@ -54,7 +54,7 @@ Agreement = Callable[[Program, Sequence[jax.Array], Sequence[ArrayLike]], None]
 """Compares a new program, its variables' values and its arguments between workers."""
 
 _LARGE_BYTES = 2**18
-"""Smaller arguments, such as a learning rate or a table, need not be divided."""
+"""Smaller arguments, such as a learning rate or a table, need not be sharded."""
 
 _CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
 
@@ -86,7 +86,7 @@ class ProgramRunner:
         self._check_every = check_every
         self._num_steps = 0
         self._has_warned_of_sharded = False
-        self._has_warned_of_undivided = False
+        self._has_warned_of_replicated = False
         # Made once: every step compares the arrays' shardings with them.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
 
@@ -191,7 +191,7 @@ class ProgramRunner:
             for program in self.programs:
                 if function_key(program.fn) == key:
                     arguments.require_equal_as(program.arguments, name)
-        # One trace at a time: layers note in themselves what a trace has added to them.
+        # One trace at a time: layers store what the trace adds to them, such as losses.
         with (
             threads.order,
             Announced(f"tracing {name}"),
@@ -225,9 +225,9 @@ class ProgramRunner:
             self._workers.log.note_in_script(_CHECK_REPLICAS)
 
     def dispatch(self, call: Callable[[], T], operation: Operation | None = None) -> T:
-        """Dispatch a program: serialized over all threads, noted for the order check.
+        """Dispatch a program, one thread at a time; log it for the check of the order.
 
-        `operation` is what all workers take part in; None: only this worker does.
+        `operation` is an operation of all workers; None: only this worker dispatches.
         """
         watch = self._workers.watch
         if watch is not None and operation is not None:
@@ -264,7 +264,7 @@ class ProgramRunner:
             and isinstance(array, jax.Array | np.ndarray)
             and array.nbytes >= _LARGE_BYTES
         ):
-            self._warn_of_undivided(array)
+            self._warn_of_replicated(array)
         if kind is Kind.PER_REPLICA:
             combine.require_all_replicas(
                 PerReplica(array), self.group.num_replicas, "run"
@@ -289,17 +289,17 @@ class ProgramRunner:
             return device_put.resharded(array, wanted)
         return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
 
-    def _warn_of_undivided(self, array: jax.Array | np.ndarray) -> None:
-        """Warn once of a large argument that the strategy does not divide."""
+    def _warn_of_replicated(self, array: jax.Array | np.ndarray) -> None:
+        """Warn once of a large argument that the strategy does not shard."""
         layouts = self.group.layouts
-        divides = layouts.split_weights or layouts.of_path is not None
-        if divides and self.group.mesh.size > 1 and not self._has_warned_of_undivided:
-            self._has_warned_of_undivided = True
+        shards = layouts.split_weights or layouts.of_path is not None
+        if shards and self.group.mesh.size > 1 and not self._has_warned_of_replicated:
+            self._has_warned_of_replicated = True
             _logger.warning(
-                "Strategy.run: an argument %s%s is whole on each device: %s divides "
-                "Keras variables, but no arguments of run. To divide a pytree of "
-                "parameters, place it with strategy.shard, and call your own jax.jit "
-                "in place of run.",
+                "Strategy.run: an argument %s%s is replicated on each device: %s "
+                "shards Keras variables, but not the arguments of run. To shard a "
+                "pytree of parameters, place it with strategy.shard, and call your own "
+                "jax.jit in place of run.",
                 array.dtype,
                 list(array.shape),
                 type(self._strategy).__name__,
@@ -336,7 +336,7 @@ def require_cross_replica(name: str) -> None:
 
 
 def _watched(watch: Watch, operation: Operation, call: Callable[[], T]) -> T:
-    """Tell the watch of a dispatch before and after: the call may wait for others."""
+    """Notify the watch before and after a call that may wait for other workers."""
     watch.dispatching(operation)
     leaves: list[jax.Array] = []
     try:
