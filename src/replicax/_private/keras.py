@@ -71,7 +71,7 @@ class OtherValues(Protocol):
 
 
 def replace_values(values: OtherValues | None) -> OtherValues | None:
-    """Let this thread use other values of variables; return the earlier argument."""
+    """Let this thread use other values of variables; return the previous values."""
     before, _state.values = _state.values, values
     return before
 
@@ -118,7 +118,7 @@ def autocast(variable: Any, value: Any) -> Any:
     return variable._maybe_autocast(value)
 
 
-def current_layer() -> Any:
+def current_layer_call() -> Any:
     """Return this thread's outermost call of a layer, or None.
 
     Its attribute `entry_layer` is the layer. A new call has a new object.
@@ -339,7 +339,7 @@ def replace_moments(layer: Any, moments: Callable[..., Any]) -> None:
     layer._moments = functools.partial(moments, layer._moments)
 
 
-def spare_jax_layers_tensorflow() -> None:
+def allow_jax_layer_without_tensorflow() -> None:
     """Let Keras' `JaxLayer` be built where TensorFlow is not installed.
 
     The layer calls TensorFlow's `inside_function`; here that returns False.

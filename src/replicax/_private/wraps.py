@@ -74,7 +74,7 @@ class Wrap:
 
 WRAPS = (
     Wrap(
-        # Not the class that a backend derives: Keras 3.14 has an `__init__` there, too.
+        # The base: in Keras 3.14 the backend's class has an `__init__` of its own.
         "keras.Variable",
         ("__init__",),
         "variables of a scope get a class of replicax, which places them; each trace "
@@ -98,7 +98,7 @@ WRAPS = (
             "test_on_batch",
             "predict_on_batch",
         ),
-        "are this package's own loop",
+        "runs the loop of replicax in place of the loop of Keras",
         base_with="fit",
     ),
     Wrap(
@@ -124,14 +124,14 @@ WRAPS = (
     Wrap(
         "keras.Optimizer",
         ("add_variable_from_reference",),
-        "stores the weight that optimizer state is for; servers keep theirs",
+        "stores the weight of optimizer state; makes none that servers hold",
         base_with="apply",
     ),
     Wrap(
         # The class overrides `apply`; its `stateless_apply` does not call that.
         "keras.optimizers.LossScaleOptimizer",
         ("apply", "stateless_apply"),
-        "sums gradients before the check whether they are finite",
+        "sums gradients before Keras checks that they are finite",
     ),
     Wrap(
         "keras.src.losses.loss", ("reduce_weighted_values",), "global means of losses"
@@ -229,12 +229,12 @@ def _difference(wrap: Wrap, name: str, hook: Hook) -> str | None:
     if not getattr(function, "__module__", "").startswith("keras."):
         return None  # Another library has replaced it.
     signature = inspect.signature(function)
-    if _takes_calls_of(hook, signature):
+    if _accepts_calls_of(hook, signature):
         return None
     return f"{label}.{name} has other parameters, {signature}"
 
 
-def _takes_calls_of(hook: Hook, signature: inspect.Signature) -> bool:
+def _accepts_calls_of(hook: Hook, signature: inspect.Signature) -> bool:
     """Whether a hook accepts all calls of a function.
 
     The hook's parameters must have the function's names and order, except for `self`.
@@ -247,12 +247,12 @@ def _takes_calls_of(hook: Hook, signature: inspect.Signature) -> bool:
         named[:1] = ["self"]
     names = [p.name for p in theirs]
     only_by_name = {p.name for p in own if p.kind is p.KEYWORD_ONLY}
-    takes_others = any(p.kind is p.VAR_KEYWORD for p in own)
+    accepts_others = any(p.kind is p.VAR_KEYWORD for p in own)
     others = set(names[len(named) :]) - only_by_name
     return (
         names[: len(named)] == named
         and only_by_name <= set(names)
-        and (takes_others or not others)
+        and (accepts_others or not others)
     )
 
 

@@ -11,8 +11,8 @@ def positional_count(fn: Callable[..., Any], few: int) -> int | None:
     """Infer whether a function is meant for `few` positional arguments or one more.
 
     Returns `few` or `few + 1`; None if the function accepts both and the intention is
-    unknown. A parameter with a default is an option. If a decorator accepts `*args`,
-    the function in its `__wrapped__` decides. Raises `TypeError` if it accepts neither.
+    unknown. If the extra parameter has a default, `few` are meant. If a decorator
+    accepts `*args`, its `__wrapped__` decides. Raises `TypeError` if neither binds.
     """
     for follow_wrapped in (False, True):
         try:

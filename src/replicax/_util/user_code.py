@@ -42,7 +42,7 @@ def library_of(file_name: str) -> str | None:
 def is_user_file(file_name: str) -> bool:
     """Whether a source file is interactive input, or of none of `_LIBRARIES`.
 
-    So files of other packages count as the user's: messages name their layers' lines.
+    Files of other packages count as the user's, so messages name lines in them.
     """
     is_generated = file_name.startswith("<") and not file_name.startswith(
         ("<ipy", "<stdin")

@@ -14,8 +14,8 @@ _CLOSE_SECONDS = 1.0
 class Watchdog:
     """A thread that cancels a call blocking in C++ without progress.
 
-    After the first watched call it calls `ping(seconds)` after each `idle_seconds`
-    without progress, also between calls. `ping` may take that number of seconds.
+    From the first watched call on, also between calls, it calls `ping(seconds)` after
+    each `idle_seconds` without progress. `ping` must return within `seconds`.
     """
 
     def __init__(

@@ -9,10 +9,9 @@ __all__ = ["note_late_options", "require_script"]
 
 
 def note_late_options(context: typer.Context, arguments: Sequence[str]) -> None:
-    """Warn of options of the command that stand after the script, which gets them.
+    """Warn of the command's options among the `arguments` that go to the script.
 
-    `arguments` stand after the script. An option that also stands before the script is
-    not printed.
+    The warning leaves out an option that is also given to the command itself.
     """
     options = {
         option: parameter.name or ""

@@ -58,7 +58,7 @@ def manifest(
         2222
     ),
     max_restarts: Annotated[
-        int, typer.Option(help="How often all tasks may be started again.")
+        int, typer.Option(help="Number of restarts of all tasks.")
     ] = 3,
     grace_seconds: Annotated[
         int, typer.Option(help="Seconds between SIGTERM and SIGKILL.")

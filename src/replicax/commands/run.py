@@ -52,7 +52,7 @@ def run(
         int,
         typer.Option(
             min=0,
-            help="How often all tasks may be started again; with --ps: each of them.",
+            help="Number of restarts of all tasks; with --ps, of each task.",
         ),
     ] = 3,
     backoff_seconds: Annotated[
@@ -76,7 +76,7 @@ def run(
     ] = 600.0,
     cores_per_worker: Annotated[
         int | None,
-        typer.Option(min=1, help="Pin each worker to so many cores of its own."),
+        typer.Option(min=1, help="Pin each worker to this many cores of its own."),
     ] = None,
     logical_devices: Annotated[
         int | None,
@@ -110,7 +110,7 @@ def run(
     job. With parameter servers each failed task is started again alone. The exit status
     is that of the task that failed first.
 
-    Several workers divide the GPUs of this machine: each gets as many as the others.
+    Several workers divide the GPUs of this machine equally.
     """
     if not module:
         require_script(script)

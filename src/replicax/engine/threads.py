@@ -196,7 +196,7 @@ def value_for_reader(variable: keras.Variable) -> jax.Array:
     values are gathered, since JAX would dispatch collectives for operations on them
     without holding `order`.
     """
-    call = internals.current_layer()
+    call = internals.current_layer_call()
     if call is None:
         return VariableSnapshot([variable]).read(variable)
     snapshot: VariableSnapshot | None = vars(call).get(_SNAPSHOT)
@@ -209,7 +209,7 @@ def value_for_reader(variable: keras.Variable) -> jax.Array:
 
 def note_assigned(variable: keras.Variable) -> None:
     """Update the snapshot of the current layer's call after an assignment in it."""
-    call = internals.current_layer()
+    call = internals.current_layer_call()
     snapshot: VariableSnapshot | None = (
         None if call is None else vars(call).get(_SNAPSHOT)
     )

@@ -16,10 +16,10 @@ import keras
 
 from replicax._private import wraps
 from replicax._private.keras import (
+    allow_jax_layer_without_tensorflow,
     attach_masks,
     masks_of,
     other_values,
-    spare_jax_layers_tensorflow,
 )
 from replicax._private.trainer import IN_FIT
 from replicax._private.wraps import Original
@@ -87,7 +87,7 @@ def install() -> None:
     with _installing:
         if not _installed:
             wraps.install(_HOOKS)
-            spare_jax_layers_tensorflow()
+            allow_jax_layer_without_tensorflow()
             _installed = True
 
 
