@@ -1,7 +1,7 @@
 """Train on one device, on several, or on several workers, to the same loss.
 
-The script behind the promises of the README. The global batch is the same everywhere, and
-3 replicas do not divide it:
+The script behind the promises of the README. The global batch is the same everywhere,
+and 3 replicas do not divide it:
 
     python examples/promises.py --replicas 1
     python examples/promises.py --replicas 3
@@ -88,7 +88,7 @@ def main() -> None:
 
     loss, accuracy = model.evaluate(data.x_test, data.y_test, verbose=0)
     if strategy.is_chief:
-        print(f"{strategy.num_replicas_in_sync} replicas, global batch 64")
+        print(f"replicas: {strategy.num_replicas_in_sync}, global batch 64")
         print(f"training loss {history.history['loss'][-1]:.6f} in the last epoch")
         print(f"held-out loss {loss:.6f}, accuracy {accuracy:.2%}")
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from bench.entries import LAYOUTS  # noqa: E402
-from bench.tables import headline, machines, summary  # noqa: E402
+from bench.tables import gpu_steps, headline, machines, summary  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -26,7 +26,7 @@ def blocks() -> dict[Path, list[str]]:
     groups = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("raw/*"))]
     short = headline(groups)
     return {
-        ROOT / "README.md": short,
+        ROOT / "README.md": [*gpu_steps(groups), "", *short],
         ROOT / "docs" / "performance.md": [
             *machines(groups),
             "",

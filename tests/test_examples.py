@@ -70,6 +70,45 @@ def test_digits_mirrored_takes_a_file(
     assert (tmp_path / "curve.png").exists()
 
 
+def promised_losses(output: str) -> list[float]:
+    losses = re.findall(r"(?:training|held-out) loss ([\d.]+)", output)
+    assert len(losses) == 2, output
+    return [float(loss) for loss in losses]
+
+
+def test_promise_of_the_numbers_of_one_device(tmp_path: Path) -> None:
+    arguments = ("promises.py", "--epochs=4")
+    one = run_example(*arguments, "--replicas=1", cwd=tmp_path)
+    three = run_example(*arguments, "--replicas=3", cwd=tmp_path)
+    assert promised_losses(three) == pytest.approx(promised_losses(one), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_promises_of_named_failures_and_exact_resume(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "promises.py")
+    command = [sys.executable, "-c", "from replicax.cli import main; main()", "run"]
+
+    def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments, "--epochs=4", f"--backup={tmp_path}"],
+            capture_output=True,
+            text=True,
+            timeout=140,
+            check=False,
+        )
+
+    killed = launch("--workers=2", "--max-restarts=0", script, "--kill-at=45")
+    assert killed.returncode == 137, killed.stdout + killed.stderr
+    assert "worker:1 was killed by SIGKILL" in killed.stdout + killed.stderr
+    resumed = launch("--workers=3", script)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "continues in epoch 2, step 17" in resumed.stdout + resumed.stderr
+    one = run_example("promises.py", "--epochs=4", "--replicas=1", cwd=tmp_path)
+    losses = promised_losses(resumed.stdout)
+    assert losses == pytest.approx(promised_losses(one), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_custom_loop_is_the_same_with_a_tape_and_without(tmp_path: Path) -> None:
     arguments = ("digits_custom_loop.py", "--replicas=2", "--epochs=6")

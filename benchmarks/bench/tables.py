@@ -8,7 +8,15 @@ from bench.accelerators import peak_flops
 from bench.entries import LAYOUTS, Layout
 from bench.targets import Figure, figures, ratio_of
 
-__all__ = ["comparable", "disagreeing", "headline", "machines", "markdown", "summary"]
+__all__ = [
+    "comparable",
+    "disagreeing",
+    "gpu_steps",
+    "headline",
+    "machines",
+    "markdown",
+    "summary",
+]
 
 _REFERENCE, _OURS = "bare JAX", "replicax fit"
 _PLACES: dict[Layout, str] = {
@@ -16,6 +24,16 @@ _PLACES: dict[Layout, str] = {
     "logical": "two devices",
     "processes": "two processes",
     "gpu": "one GPU",
+}
+_MODELS = {
+    "a": "MLP",
+    "b": "MNIST CNN",
+    "c": "ResNet-18",
+    "d": "MobileNetV2",
+    "e": "transformer",
+    "f": "tiny model",
+    "g": "ResNet-50",
+    "h": "transformer",
 }
 # Sums in another order, and Adam of another library, whose epsilon stands elsewhere.
 _LOSSES = {"float32": (1e-3, 2e-2), "bfloat16": (1e-2, 5e-2)}
@@ -87,27 +105,63 @@ def disagreeing(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 def headline(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table of how many times faster `fit` is than other libraries.
+    """A table of how many times faster `fit` is than other libraries on a CPU.
+
+    Where the other library is faster, a line below the table says so.
 
     Args:
         groups: What `measure` returned, in any order.
     """
-    rows: dict[tuple[str, Layout], dict[str, str]] = {}
+    rows: dict[str, dict[str, str]] = {}
+    slower = []
     for figure in figures(groups):
         peer = figure.target.title.removeprefix("times faster than ")
-        if figure.ours == _OURS and peer != figure.target.title:
-            peer = peer.removesuffix(" (gpu)")  # The row says where.
-            row = rows.setdefault((peer, figure.target.layout), {})
-            ratio = figure.ratio[0]
-            # Of nearly equal ones, which is faster.
-            row[figure.case] = f"{ratio:.2f}" if 0.9 < ratio < 1.1 else f"{ratio:.1f}"
+        layout, ratio = figure.target.layout, figure.ratio[0]
+        if figure.ours != _OURS or peer == figure.target.title or layout == "gpu":
+            continue
+        row = rows.setdefault(f"{peer}, {_PLACES[layout]}", {})
+        # Of nearly equal ones, which is faster.
+        row[figure.case] = f"{ratio:.2f}" if ratio < 1.1 else f"{ratio:.1f}"
+        if round(ratio, 2) < 1:
+            row[figure.case] = "slower"
+            slower.append(
+                f"{peer} takes {ratio:.2f} times as long as `fit` for "
+                f"{_MODELS[figure.case]} ({figure.case})."
+            )
     cases = sorted({case for row in rows.values() for case in row})
-    columns = ["times faster than", *(f"({case})" for case in cases)]
+    columns = ["times faster than", *(f"({case}) {_MODELS[case]}" for case in cases)]
+    table = _table(
+        columns, [[row, *(rows[row].get(case, "") for case in cases)] for row in rows]
+    )
+    return [*table, *(["", *slower] if slower else [])]
+
+
+def gpu_steps(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of the milliseconds that steps take on one GPU.
+
+    Args:
+        groups: What `measure` returned, in any order.
+    """
+    chosen = sorted(
+        (group for group in groups if group["layout"] == "gpu"),
+        key=lambda group: group["case"],
+    )
+    names = [
+        name
+        for name, entry in chosen[0]["entries"].items()
+        if entry["batch_ratio"] == 1 and "steps" not in name
+    ]
     return _table(
-        columns,
+        ["milliseconds a step", *names],
         [
-            [f"{peer}, {_PLACES[layout]}", *(row.get(case, "") for case in cases)]
-            for (peer, layout), row in rows.items()
+            [
+                f"{_MODELS[group['case']]}, {group['batch']} examples",
+                *(
+                    f"{1000 * statistics.median(group['entries'][name]['seconds']):.1f}"
+                    for name in names
+                ),
+            ]
+            for group in chosen
         ],
     )
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.plots import draw
-from bench.tables import disagreeing, markdown
+from bench.tables import disagreeing, headline, markdown
 from bench.targets import TARGETS, figures, ratio_of
 
 
@@ -212,3 +212,20 @@ def test_losses_in_bfloat16_agree_less_closely() -> None:
     assert disagreeing(measured) == {}
     measured["dtype"] = "float32"
     assert set(disagreeing(measured)) == {"torch"}
+
+
+def test_no_library_is_times_faster_that_is_slower() -> None:
+    entries = {"bare JAX": entry(1.0), "replicax fit": entry(1.0)}
+    lines = headline(
+        [
+            group({**entries, "torch DDP": entry(2.0)}, "a", "processes"),
+            group({**entries, "torch DDP": entry(0.8)}, "d", "processes"),
+        ]
+    )
+    assert lines == [
+        "| times faster than | (a) MLP | (d) MobileNetV2 |",
+        "|---|---|---|",
+        "| torch DDP, two processes | 2.0 | slower |",
+        "",
+        "torch DDP takes 0.80 times as long as `fit` for MobileNetV2 (d).",
+    ]
