@@ -12,6 +12,9 @@ NEXT_PY := $(NEXT_VENV)/bin/python
 NEXT_TESTS := tests/_private tests/cpu tests/engine tests/keras tests/strategies
 # The CUDA compiler is 5 GB: so does `make test-cuda`.
 CUDA_VENV := .cuda
+# KerasHub and keras-tcn need TensorFlow: so does `make test-packages`.
+PACKAGES_VENV := .packages
+PACKAGES := keras-hub keras-rs keras-tuner bayesflow HGQ2 scikeras keras-tcn tensorflow-cpu
 # Keras' nightly lies in a folder of its own, before Keras on the path: 10 MB, and nothing
 # else is installed twice.
 NIGHTLY := .nightly
@@ -24,6 +27,7 @@ SATELLITES := --editable packages/estimator --editable packages/migrate
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: bench demo docs soak test test-all test-cuda test-gpu test-next test-nightly \
+  test-packages \
   lint lint-types lint-rest format clean help
 
 demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_mirrored.png
@@ -53,6 +57,10 @@ test-nightly: $(VENV)/.test ## the same on the newest Keras nightly, before it i
 test-cuda: ## every strategy's steps, compiled for GPUs that need not be here; takes 5 GB
 	@$(MAKE) --no-print-directory VENV=$(CUDA_VENV) $(CUDA_VENV)/.cuda
 	JAX_PLATFORMS=cpu $(CUDA_VENV)/bin/python -m pytest $(PROCESSES) tests/cuda
+
+test-packages: ## KerasHub, BayesFlow and other packages under strategies; takes 3 GB
+	@$(MAKE) --no-print-directory VENV=$(PACKAGES_VENV) $(PACKAGES_VENV)/.packages
+	$(PACKAGES_VENV)/bin/python -m pytest $(PROCESSES) tests/packages
 
 test-gpu: $(VENV)/.test ## trains on the GPUs of this machine under each strategy; takes 5 GB
 	$(PIP_INSTALL) '.[test,cuda]' $(SATELLITES)
@@ -88,7 +96,7 @@ format: $(VENV)/.test ## format the code, and mend what ruff can mend
 	$(PY) -m ruff format .
 
 clean: ## remove .venv, caches, builds and the demo's pictures
-	rm -rf $(VENV) $(NEXT_VENV) $(NIGHTLY) $(CUDA_VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
+	rm -rf $(VENV) $(NEXT_VENV) $(NIGHTLY) $(CUDA_VENV) $(PACKAGES_VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
 	find src packages tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
@@ -116,6 +124,11 @@ $(VENV)/.docs: $(VENV)/.made pyproject.toml packages/estimator/pyproject.toml pa
 $(VENV)/.cuda: $(VENV)/.made pyproject.toml packages/estimator/pyproject.toml packages/migrate/pyproject.toml
 	@echo 'Installing replicax and the CUDA compiler into $(VENV): 5 GB.'
 	$(PIP_INSTALL) '.[test,plan-cuda]' $(SATELLITES)
+	@touch $@
+
+$(VENV)/.packages: $(VENV)/.test
+	@echo 'Installing KerasHub, BayesFlow and other packages into $(VENV): 3 GB.'
+	$(PY) -m pip install -qq --disable-pip-version-check $(PACKAGES)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml packages/estimator/pyproject.toml packages/migrate/pyproject.toml
