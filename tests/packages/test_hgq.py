@@ -11,6 +11,8 @@ pytest.importorskip("hgq", reason="HGQ2 is not installed: make test-packages")
 from hgq.config import LayerConfigScope, QuantizerConfigScope
 from hgq.layers import QBatchNormalization, QDense
 
+import replicax as rx
+
 pytestmark = [pytest.mark.packages, pytest.mark.filterwarnings("default")]
 
 RNG = np.random.default_rng(0)
@@ -46,7 +48,7 @@ def test_dense_layers_with_defaults(strategy: str, q_type: str) -> None:
 def test_batch_normalization_inside() -> None:
     def train() -> keras.Model:
         norm = QBatchNormalization()
-        norm.synchronized = True
+        norm.synchronized = rx.has_strategy()
         return fitted(QDense(16), norm, QDense(1))
 
     require_same(train, "mirrored")
