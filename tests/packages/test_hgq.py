@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tests.packages.parity import require_same
 
+import replicax as rx
+
 pytest.importorskip("hgq", reason="HGQ2 is not installed: make test-packages")
 from hgq.config import LayerConfigScope, QuantizerConfigScope
 from hgq.layers import QBatchNormalization, QDense
-
-import replicax as rx
 
 pytestmark = [pytest.mark.packages, pytest.mark.filterwarnings("default")]
 

@@ -10,11 +10,11 @@ import pytest
 from keras import layers
 from tests.packages.parity import require_same
 
+import replicax as rx
+
 models: Any = pytest.importorskip(
     "keras_hub", reason="KerasHub is not installed: make test-packages"
 ).models
-
-import replicax as rx
 
 pytestmark = [pytest.mark.packages, pytest.mark.filterwarnings("default")]
 
