@@ -131,7 +131,7 @@ def test_fits_one_after_another(page) -> None:
 def test_another_process_replaces_the_page(page, monkeypatch) -> None:
     model = make()
     train(model, page)
-    monkeypatch.setattr("replicax.report.callback._num_fits", {})
+    monkeypatch.setattr("replicax.report.session._num_fits", {})
     train(model, page)
     assert len(fits_of(page)) == 1
 
@@ -140,7 +140,7 @@ def test_another_process_replaces_the_page(page, monkeypatch) -> None:
 def test_a_process_that_resumes_keeps_the_page(how, page, monkeypatch) -> None:
     model = make()
     train(model, page)
-    monkeypatch.setattr("replicax.report.callback._num_fits", {})
+    monkeypatch.setattr("replicax.report.session._num_fits", {})
     if how == "attempt":
         monkeypatch.setenv("REPLICAX_ATTEMPT", "1")
     train(model, page, epochs=4, initial_epoch=2 if how == "initial_epoch" else 0)

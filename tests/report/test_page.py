@@ -144,7 +144,7 @@ def test_fits_one_after_another() -> None:
     text = page(fit(epoch(0), epoch(1), state="done"), second)
     assert "fit 2 begins" in text
     assert "in epoch 4" in text
-    assert "Of fit 2, the last one" in text
+    assert "Of training 2, the last one" in text
 
 
 def test_large_ratios_are_logarithmic() -> None:

@@ -91,7 +91,11 @@ class StepQueue(StepSource, Protocol):
 
 
 class RecorderLike(Protocol):
-    """A recorder of how `fit` spends its time, for reports."""
+    """A recorder of how a training spends its time, for reports."""
+
+    def read(self, dataset: object, read: Callable[[], PyTree]) -> PyTree:
+        """Called in place of `read`, which returns a custom loop's next batch."""
+        ...
 
     def begin_input(self) -> float:
         """Called before the host gets a batch; returns the time, for `end_input`."""
@@ -114,7 +118,7 @@ class RecorderLike(Protocol):
         """A context whose time counts as a wait for other tasks, even during input."""
         ...
 
-    def end_execution(self, logs: PyTree) -> None:
+    def end_execution(self, logs: PyTree, num_steps: int = 1) -> None:
         """Called after an execution's dispatch; devices may still compute `logs`."""
         ...
 

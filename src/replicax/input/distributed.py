@@ -5,7 +5,7 @@ Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a glob
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 
 import jax
@@ -129,7 +129,13 @@ class DistributedInput(ABC):
             lambda: self.iteration,
             self._skip_to,
             self._shard.batch_recorder(self._name),
+            self._recorded,
         )
+
+    def _recorded(self, read: Callable[[], PyTree]) -> PyTree:
+        """Call `read`, which returns a loop's next batch; a report counts the batch."""
+        recorder = self._shard.recorder
+        return read() if recorder is None else recorder.read(self, read)
 
     def _skip_to(self, iteration: int) -> None:
         self.iteration = iteration

@@ -285,7 +285,7 @@ class DistributedIterator(Iterator[PyTree]):
     # after its first `num_batches` batches. `iter` starts none: the iterator may be
     # restored to another iteration, and a loader may count its iterations.
     # `next_iteration` returns the dataset's next iteration, `skip_to` sets it, and each
-    # read of a batch calls `record_read` first.
+    # read of a batch calls `record_read` first, within `recorded`.
 
     def __init__(
         self,
@@ -293,11 +293,13 @@ class DistributedIterator(Iterator[PyTree]):
         next_iteration: Callable[[], int],
         skip_to: Callable[[int], None],
         record_read: Callable[[], None],
+        recorded: Callable[[Callable[[], PyTree]], PyTree],
     ) -> None:
         self._start = start
         self._next_iteration = next_iteration
         self._skip_to = skip_to
         self._record_read = record_read
+        self._recorded = recorded
         self._iteration: int | None = None
         self._num_read = 0
         self._source: Iterator[PyTree] | None = None
@@ -318,6 +320,9 @@ class DistributedIterator(Iterator[PyTree]):
                 "function, whose Python code runs only when it is traced. Pass it the "
                 "batch: strategy.run(fn, args=(next(iterator),))."
             )
+        return self._recorded(self._next)
+
+    def _next(self) -> PyTree:
         self._record_read()
         if self._source is None:
             self._iteration = self.get_state()["iteration"]

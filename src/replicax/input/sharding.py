@@ -5,13 +5,16 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 from replicax.input.lockstep import SharedEpoch, in_step
 from replicax.input.sources import Dataset
 from replicax.input.split import leading_size
+
+if TYPE_CHECKING:
+    from replicax.engine.protocols import RecorderLike
 
 __all__ = ["AutoShardPolicy", "FileDataset", "InputShard", "worker_dataset"]
 
@@ -137,6 +140,7 @@ class InputShard:
         count: Number of `workers`.
         worker: The worker's index among the workers that shard files.
         num_workers: Number of workers that shard files.
+        recorder: The recorder of the loop that is reported now; None: there is none.
 
     Example:
         The shard of a strategy's only worker:
@@ -148,6 +152,8 @@ class InputShard:
         >>> list(shard.in_step(iter([[1, 2], [3]])))
         [[1, 2], [3]]
     """
+
+    recorder: "RecorderLike | None" = None
 
     def __init__(
         self,

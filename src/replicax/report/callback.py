@@ -1,38 +1,40 @@
-"""The Keras callback `Report`, which writes the page of a training."""
+"""`Report`, which writes the page of a training: a callback, and for custom loops."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from replicax.cluster.failure import num_restarts
+from replicax._util.arguments import require_count
+from replicax.engine.scope import current_call
+from replicax.errors import ContextError
 from replicax.keras import providers
 from replicax.keras.hooks import install
 from replicax.keras.session import LateCallback, session_of
 
 if TYPE_CHECKING:
     from replicax.report.session import FitReport
+    from replicax.strategies.strategy import Strategy
 
 __all__ = ["Report", "report_every_fit", "with_report"]
-
-_num_fits: dict[Path, int] = {}
-"""Number of calls of `fit` that this process has reported, by page."""
 
 Logs = Mapping[str, object] | None
 
 
 class Report(LateCallback):
-    """Writes an HTML page about a run of `fit`, during the run and at its end.
+    """Writes an HTML page about a training, during the training and at its end.
 
-    The page is one self-contained file. It shows losses and metrics, throughput, each
-    worker's step time, input wait and memory, the staleness of gradients on parameter
-    servers, configuration and versions. Workers write their numbers into a folder
-    beside it, `<path>.d`; the chief renders the page. In a cluster, pass the callback
-    on all workers, with a path in a shared folder. Several calls of `fit` with the same
-    path share a page.
+    A callback of `fit`; for a custom loop see `recording`. The page is one
+    self-contained file. It shows losses and metrics, throughput, each worker's step
+    time, input wait and memory, the staleness of gradients on parameter servers,
+    configuration and versions. Workers write their numbers into a folder beside it,
+    `<path>.d`; the chief renders the page. In a cluster, pass the callback on all
+    workers, with a path in a shared folder. Several trainings with the same path share
+    a page.
     (Keras: `keras.callbacks.TensorBoard` shows similar curves.)
 
     Args:
@@ -89,27 +91,23 @@ class Report(LateCallback):
             )
         if session.strategy.runner.is_dry:
             return  # A plan trains nothing and must not overwrite an existing page.
-        if session.recorder is not None:
+        if session.recorder or session.strategy.input_shard.recorder:
             raise ValueError(
-                "Report: this fit already has a Report; got a second one for "
-                f"{os.fspath(self.path)!r}. Pass one."
+                "Report: this fit, or the loop around it, already has a Report; got a "
+                f"second one for {os.fspath(self.path)!r}. Pass one."
             )
         # Imported late: scripts without a report do not load the rendering modules.
         from replicax.report.session import FitReport
 
-        page = self._page
         params = self.params or {}
         is_verbose = params.get("verbose", 1) != 0
-        number = _num_fits.get(page, 0)
         self._run = run = FitReport(
-            page,
+            self._page,
+            getattr(model, "_replicax_strategy", None),
             model,
             params,
-            number=number + 1,
-            keeps_earlier=number > 0 or num_restarts() > 0,
             measures=is_verbose if self.diagnosis is None else self.diagnosis,
         )
-        _num_fits[page] = number + 1
         session.push(run.close)
         session.record_with(run.recorder)
 
@@ -135,6 +133,88 @@ class Report(LateCallback):
         line = run.end()
         if line:
             print(f"{self.path}: {line}", flush=True)
+
+    @contextlib.contextmanager
+    def recording(
+        self, strategy: "Strategy", *, initial_epoch: int = 0
+    ) -> Generator[None]:
+        """Record the custom loop in a `with` block, as one training on the page.
+
+        The steps are the batches of the first distributed dataset that the block reads.
+        Pass each to `strategy.run` or to a function of `strategy.watch`. Other datasets
+        are not counted, and communication is not measured. With several workers,
+        record on all of them.
+
+        Args:
+            strategy: The strategy of the loop.
+            initial_epoch: The index of the first epoch, in a loop that is resumed.
+
+        Raises:
+            ContextError: Inside `fit`, or in another recording.
+            ValueError: For `rx.ParameterServerStrategy`, or a negative `initial_epoch`.
+
+        Example:
+            >>> import os, tempfile, numpy as np, replicax as rx
+            >>> strategy = rx.MirroredStrategy(["cpu:0"], replicas_per_device=2)
+            >>> x = np.arange(8, dtype="float32")
+            >>> dataset = strategy.experimental_distribute_dataset(x, batch_size=4)
+            >>> report = Report(os.path.join(tempfile.mkdtemp(), "report.html"))
+            >>> with report.recording(strategy):
+            ...     for batch in dataset:
+            ...         sums = strategy.run(lambda x: x.sum(), args=(batch,))
+            ...     report.end_epoch({"sum": strategy.reduce("sum", sums)})
+        """
+        from replicax.report.session import FitReport
+
+        require_count(initial_epoch, "Report.recording: initial_epoch", 0)
+        if hasattr(strategy, "session"):  # With parameter servers.
+            raise ValueError(
+                f"Report.recording: cannot record a loop of {type(strategy).__name__}. "
+                "Use fit(callbacks=[report])."
+            )
+        shard = strategy.input_shard
+        is_open = shard.recorder or (self._run and self._run.is_loop)
+        if is_open or current_call() != "run":
+            outer = "another recording" if is_open else "fit"
+            raise ContextError(
+                f"Report.recording: {os.fspath(self.path)!r} cannot record inside "
+                f"{outer}. End that first; to fit, pass callbacks=[report]."
+            )
+        if strategy.runner.is_dry:
+            yield  # A plan trains nothing.
+            return
+        self._run = run = FitReport(self._page, strategy, None, {}, measures=False)
+        try:
+            run.begin_epoch(initial_epoch)
+            shard.recorder = run.recorder
+            yield
+            if run.recorder.tally.executions:  # The loop did not end this epoch.
+                run.end_epoch({})
+            run.end()
+        except BaseException as error:
+            run.close(type(error), error, None)
+            raise
+        finally:
+            shard.recorder = self._run = None
+
+    def end_epoch(self, logs: Logs = None) -> None:
+        """End an epoch of a loop in `recording`; the host waits for its last step.
+
+        Args:
+            logs: Losses and metrics by name, each one number. The page shows those of
+                the chief.
+
+        Raises:
+            ContextError: Outside of `recording`.
+            RuntimeError: If the epoch had no step.
+            TypeError: If a log is not one number.
+        """
+        if self._run is None or not self._run.is_loop:
+            raise ContextError(
+                "Report.end_epoch: called outside of recording. Call it in the block "
+                "of with report.recording(strategy)."
+            )
+        self._run.end_loop_epoch(logs or {})
 
 
 def report_every_fit(page: str) -> None:

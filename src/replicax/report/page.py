@@ -78,9 +78,10 @@ def _values(run: Run, now: float) -> dict[str, object]:
     if chief is None:
         return {"title": "Training report", "began": "", "state": "running"}
     fit = chief.fits[-1]
+    facts = fit.begin.facts
     shares = {name: x for name, x in fit.end.shares.items() if x is not None}
     return {
-        "title": f"Training report: {fit.begin.facts.get('model', 'a model')}",
+        "title": f"Training report: {facts.get('model') or facts.get('script')}",
         "state": fit.end.state,
         "began": _began(chief, now),
         "problems": _problems(run),
@@ -96,8 +97,7 @@ def _values(run: Run, now: float) -> dict[str, object]:
         "worker_columns": _WORKER_COLUMNS,
         "worker_rows": [_worker_row(worker) for worker in run.workers],
         "configuration": {
-            name.replace("_", " "): _text(value)
-            for name, value in fit.begin.facts.items()
+            name.replace("_", " "): _text(value) for name, value in facts.items()
         },
         "written": _date(now),
     }
@@ -112,7 +112,7 @@ def _began(chief: WorkerRecord, now: float) -> str:
     else:
         text += f"ended {_date(fit.last)}, after {_duration(fit.last - began)}."
     if len(chief.fits) > 1:
-        text += f" {len(chief.fits)} calls of fit."
+        text += f" {len(chief.fits)} trainings."
     return text
 
 
@@ -125,7 +125,7 @@ def _problems(run: Run) -> list[tuple[str, str]]:
             problems.append(("error", f"{name} was interrupted: {fit.end.error}"))
     if run.missing:
         text = (
-            f"No data from {listed(run.missing)}: pass the callback on all workers, "
+            f"No data from {listed(run.missing)}: use Report on all workers, "
             "with a path in a folder that all of them see."
         )
         problems.append(("warn", text))

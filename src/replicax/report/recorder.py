@@ -1,4 +1,4 @@
-"""Records how `fit` spends its time in one process, at almost no cost for a step.
+"""Records how a process spends the time of a training, at almost no cost for a step.
 
 Dispatch is asynchronous, so no single step is timed. The recorder measures the wall
 time of an epoch, until the devices have finished, and how long the devices waited for
@@ -10,11 +10,13 @@ appear to take no time.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
+import numpy as np
 
 from replicax._util.types import PyTree
+from replicax.engine.values import is_per_replica
 
 __all__ = ["Recorder", "Tally"]
 
@@ -39,8 +41,9 @@ class Tally:
 
 
 class Recorder:
-    """Counts the executions of `fit` and the devices' wait for input.
+    """Counts the executions of a training and the devices' wait for input.
 
+    In a custom loop the steps are the batches of the first dataset that it reads.
     `tally` has the counts of the epoch so far.
     """
 
@@ -55,6 +58,7 @@ class Recorder:
         self._first: tuple[float, float] | None = None
         self._waits_in_input_s = 0.0
         self._devices_idle = True
+        self._dataset: object = None  # Of a custom loop.
 
     # Epochs.
 
@@ -72,13 +76,32 @@ class Recorder:
         and callbacks are not training.
         """
         if self._steps_s is None:
-            if self._last is not None:
+            if not _is_ready(self._last):
                 jax.block_until_ready(self._last)
-                self._last = None
+            self._last = None
             self._steps_s = time.perf_counter() - self._began
         return self._steps_s
 
     # Steps.
+
+    def read(self, dataset: object, read: Callable[[], PyTree]) -> PyTree:
+        """Read a custom loop's next batch, and count it if it is for training."""
+        self._dataset = self._dataset or dataset
+        if self._dataset is not dataset:
+            return read()
+        if not self.tally.steps:  # The time since the last epoch does not count.
+            self.begin_epoch()
+        began = self.begin_input()
+        try:
+            batch = read()
+        except StopIteration:
+            self.end_steps()  # Before validation.
+            raise
+        leaves = jax.tree.leaves(batch, is_leaf=is_per_replica)
+        shapes = tuple((np.shape(x.array), x.num_active) for x in leaves)
+        (num_replicas, num_rows, *_), num_active = shapes[0]
+        self.end_input(began, shapes, 1, (num_active or num_replicas) * num_rows)
+        return batch
 
     def begin_input(self) -> float:
         """Start to time the host's work on a batch; return `began` for `end_input`."""
@@ -102,7 +125,8 @@ class Recorder:
         if shapes not in self._compiled_shapes:
             self._compiled_shapes.add(shapes)
             if self._first is None:
-                jax.block_until_ready(self._last)
+                if not _is_ready(self._last):
+                    jax.block_until_ready(self._last)
                 self._first = time.perf_counter(), tally.waits_s
 
     @contextlib.contextmanager
@@ -116,12 +140,15 @@ class Recorder:
             self.tally.waits_s += wait_s
             self._waits_in_input_s += wait_s
 
-    def end_execution(self, logs: PyTree) -> None:
+    def end_execution(self, logs: PyTree, num_steps: int = 1) -> None:
         """Count an execution after its dispatch; `logs` may not be ready."""
         tally = self.tally
-        if tally.steps == self._executed[0]:
-            return  # The execution had no batch.
-        self._last = _array_of(logs)
+        num_batches = tally.steps - self._executed[0]
+        if num_batches or self._steps_s is None:
+            self._last = _array_of(logs)
+        if not num_batches:
+            return  # It is a second program of the batch, or evaluates.
+        tally.steps += max(0, num_steps - num_batches)
         self._steps_s = None
         tally.executions += 1
         if self._first is not None:
@@ -141,10 +168,12 @@ class Recorder:
 
 
 def _array_of(logs: PyTree) -> PyTree:
-    """Return one of a step's results, which become ready together; None without any."""
-    if isinstance(logs, dict):
-        logs = next(iter(logs.values()), None)
-    return logs if hasattr(logs, "is_ready") else None
+    """Return the smallest of an execution's results; None without any.
+
+    They become ready together. A kept loss needs less memory than kept weights.
+    """
+    arrays = [x for x in jax.tree.leaves(logs) if hasattr(x, "is_ready")]
+    return min(arrays, key=np.size, default=None)
 
 
 def _is_ready(array: PyTree) -> bool:

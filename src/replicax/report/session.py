@@ -1,4 +1,4 @@
-"""Reports one call of `fit`: writes epochs and the page, measures at the end."""
+"""Reports one training: writes epochs and the page, measures at the end."""
 
 import dataclasses
 import json
@@ -14,8 +14,10 @@ import keras
 import msgspec
 import numpy as np
 
+from replicax._util.arguments import short
 from replicax._util.files import write_whole
 from replicax._util.waiting import wait_for
+from replicax.cluster.failure import num_restarts
 from replicax.report import diagnosis
 from replicax.report.journal import Journal
 from replicax.report.page import page_of
@@ -30,6 +32,7 @@ from replicax.report.runs import (
     read_run,
 )
 from replicax.report.worker import ReportedWorker, facts_of, local_devices
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["FitReport"]
 
@@ -43,36 +46,35 @@ _MAX_ERROR_CHARS = 300
 _next_pages: dict[Path, float] = {}
 """Earliest time of each page's next write, for all calls of `fit`."""
 
+_num_fits: dict[Path, int] = {}
+"""Number of trainings that this process has reported, by page."""
+
 
 class FitReport:
-    """Records one call of `fit` in this process.
+    """Records one call of `fit`, or a custom loop without `model`, in this process.
 
-    `params` are Keras' parameters of callbacks. `number` is the index of this call of
-    `fit` for this page in this process, from 1. With `keeps_earlier` the page keeps
-    earlier calls of `fit`. With `measures`, of which all workers use the chief's value,
-    it measures after training.
+    `params` are Keras' parameters of callbacks. With `measures`, of which all workers
+    use the chief's value, it measures after training.
     """
 
     def __init__(
         self,
         page: Path,
-        model: keras.Model,
+        strategy: Strategy | None,
+        model: keras.Model | None,
         params: Mapping[str, object],
         *,
-        number: int,
-        keeps_earlier: bool,
         measures: bool,
     ) -> None:
-        self.worker = worker = ReportedWorker(
-            getattr(model, "_replicax_strategy", None)
-        )
+        self.worker = worker = ReportedWorker(strategy)
+        self.is_loop = model is None
         self.recorder = Recorder()
         self._page = page
         self._model = model
         self._devices = local_devices(worker.strategy)
         self._params = params
-        self._keeps_earlier = keeps_earlier
-        self._fit_number = number
+        self._fit_number = _num_fits[page] = _num_fits.get(page, 0) + 1
+        self._keeps_earlier = self._fit_number > 1 or num_restarts() > 0
         self._measures = measures
         self._journal: Journal | None = None
         self._total: EpochRecord | None = None  # All finished epochs, merged.
@@ -109,6 +111,21 @@ class FitReport:
         self._add(epoch)
         self._write_page()
 
+    def end_loop_epoch(self, logs: Mapping[str, object]) -> None:
+        """Implement `Report.end_epoch`."""
+        for name in logs.keys() - _numbers(logs).keys():
+            raise TypeError(
+                f"Report.end_epoch: logs[{name!r}] must be one number; got "
+                f"{short(logs[name])}. Use strategy.reduce('mean', value) first."
+            )
+        if not self.recorder.tally.executions:
+            raise RuntimeError(
+                f"Report.end_epoch: epoch {self._epoch + 1} had no step. Pass batches "
+                "of one distributed dataset to strategy.run or to a watched function."
+            )
+        self.end_epoch(logs)
+        self.begin_epoch(self._epoch + 1)
+
     def end(self) -> str:
         """Measure and write the last page; return the diagnosis, or an empty string."""
         event = FitEnd(state="done")
@@ -129,7 +146,7 @@ class FitReport:
         """Write the last page after an error; has the signature of `__exit__`."""
         if self._has_ended or self._journal is None:
             return
-        text = "fit did not end"
+        text = "the training did not end"
         if error is not None:
             text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
         place = f"(epoch {self._epoch + 1}, step {self.recorder.tally.steps})"
@@ -157,7 +174,8 @@ class FitReport:
         worker = self.worker
         fresh = not self._keeps_earlier and epoch == 0
         journal = Journal(self._page, worker.index, fresh=fresh)
-        self._measures = worker.measures_of_chief(self._measures)
+        if not self.is_loop:  # A loop measures nothing that workers must do together.
+            self._measures = worker.measures_of_chief(self._measures)
         facts = facts_of(self._model, worker.strategy, self._params)
         begin = FitBegin(
             worker=worker.name,
@@ -215,6 +233,7 @@ class FitReport:
     def _measured(self) -> diagnosis.Measurements:
         """Measure the training; all synchronous workers must call this together."""
         assert self._total is not None
+        assert self._model is not None
         total, strategy = self._total, self.worker.strategy
         executions = int(total.counts["executions"] - total.counts["first_executions"])
         start_s, sum_s = self._probed(executions)
@@ -246,6 +265,7 @@ class FitReport:
         if executions < diagnosis.FEWEST_EXECUTIONS and not self.worker.is_synchronous:
             return None, None  # Synchronous workers must measure together.
         strategy, model = self.worker.strategy, self._model
+        assert model is not None
         group = None if strategy is None else strategy.group
         try:
             start_s = start_seconds(len(model.variables), group)

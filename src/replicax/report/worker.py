@@ -1,4 +1,4 @@
-"""Describes the worker that runs a reported `fit`, and the configuration of `fit`."""
+"""Describes the worker of a reported training, and the training's configuration."""
 
 import platform
 import socket
@@ -32,19 +32,22 @@ class ServerSession(Protocol):
 
 
 def facts_of(
-    model: keras.Model, strategy: Strategy | None, params: Mapping[str, object]
+    model: keras.Model | None, strategy: Strategy | None, params: Mapping[str, object]
 ) -> dict[str, object]:
-    """Collect the configuration of a run of `fit`, as JSON values by name."""
-    facts = {
+    """Collect the configuration of a training, as JSON values by name."""
+    model_facts = model and {
         "model": model.name,
         "class": type(model).__name__,
         "parameters": model.count_params() if model.built else "not built yet",
         **_optimizer_facts(model.optimizer),
         "loss": keras.tree.map_structure(_loss_name, model.loss),
         "precision": model.dtype_policy.name,
+        "steps_per_execution": model.steps_per_execution,
+    }
+    facts = {
+        **(model_facts or {}),
         "epochs": params.get("epochs"),
         "steps_per_epoch": params.get("steps"),
-        "steps_per_execution": model.steps_per_execution,
         **_strategy_facts(strategy),
         "host": socket.gethostname(),
         "script": Path(sys.argv[0]).name if sys.argv else "",

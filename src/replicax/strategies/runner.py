@@ -214,6 +214,10 @@ class ProgramRunner:
             require_equal_arguments(self.group, named)
         out = self.dispatch(lambda: home.execute(program, arrays), program.operation)
         self._num_steps += 1
+        recorder = self._strategy.input_shard.recorder
+        if recorder is not None:
+            # A step may return nothing.
+            recorder.end_execution((out, internals.read_values(program.changed)))
         if is_due:
             self._note_check()
             new = internals.read_values(program.changed)
@@ -242,7 +246,12 @@ class ProgramRunner:
         operation: Callable[[], Operation],
     ) -> T:
         """Run a training step that the user has jitted."""
-        return self.dispatch(call, operation())
+        noted = operation()
+        out = self.dispatch(call, noted)
+        recorder = self._strategy.input_shard.recorder
+        if recorder is not None:
+            recorder.end_execution(out, noted.num_steps)
+        return out
 
     def combine(self, name: str, fn: Callable[[], PyTree], value: PyTree) -> PyTree:
         """Dispatch `fn`, the operation `name` that combines `value` over replicas.
