@@ -18,6 +18,7 @@ from replicax._util.arguments import short
 from replicax._util.files import write_whole
 from replicax._util.waiting import wait_for
 from replicax.cluster.failure import num_restarts
+from replicax.engine.values import is_per_replica
 from replicax.report import diagnosis
 from replicax.report.journal import Journal
 from replicax.report.page import page_of
@@ -113,11 +114,12 @@ class FitReport:
 
     def end_loop_epoch(self, logs: Mapping[str, object]) -> None:
         """Implement `Report.end_epoch`."""
-        for name in logs.keys() - _numbers(logs).keys():
-            raise TypeError(
-                f"Report.end_epoch: logs[{name!r}] must be one number; got "
-                f"{short(logs[name])}. Use strategy.reduce('mean', value) first."
-            )
+        for name, value in logs.items():
+            if is_per_replica(value) or not _numbers({name: value}):
+                raise TypeError(
+                    f"Report.end_epoch: logs[{name!r}] must be one number; got "
+                    f"{short(value)}. Use strategy.reduce('mean', value) first."
+                )
         if not self.recorder.tally.executions:
             raise RuntimeError(
                 f"Report.end_epoch: epoch {self._epoch + 1} had no step. Pass batches "
