@@ -177,10 +177,15 @@ def test_an_exception_interrupts_the_report(page) -> None:
     strategy = mirrored(2)
     report = rx.callbacks.Report(page)
     dataset = strategy.experimental_distribute_dataset(X, batch_size=8)
-    with pytest.raises(KeyboardInterrupt), report.recording(strategy):
-        for batch in dataset:
-            strategy.run(jnp.sum, args=(batch,))
-        raise KeyboardInterrupt
+
+    def train() -> None:
+        with report.recording(strategy):
+            for batch in dataset:
+                strategy.run(jnp.sum, args=(batch,))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
     (fit,) = fits_of(page)
     assert fit.end.state == "interrupted"
     assert fit.end.error == "KeyboardInterrupt:  (epoch 1, step 3)"
@@ -238,9 +243,7 @@ def on_worker(page: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_workers(page) -> None:
-    returned = replicax.testing.run(
-        on_worker, num_workers=2, args=(str(page),)
-    ).returned
+    results = replicax.testing.run(on_worker, num_workers=2, args=(str(page),))
     run = read_run(page)
     assert [w.name for w in run.workers] == ["worker:0", "worker:1"]
     for worker in run.workers:
@@ -249,5 +252,5 @@ def test_two_workers(page) -> None:
         counts = [(e.counts["steps"], e.counts["examples"]) for e in fit.epochs]
         assert counts == [(3, 21)] * 2  # Of all workers.
         losses = [e.logs["loss"] for e in fit.epochs]
-        np.testing.assert_allclose(losses, returned[worker.name], rtol=1e-6)
+        np.testing.assert_allclose(losses, results.returned[worker.name], rtol=1e-6)
     assert "No data from" not in page.read_text()
