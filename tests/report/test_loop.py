@@ -155,6 +155,13 @@ def test_what_is_refused(page) -> None:
     assert not other.path.exists()
 
 
+def test_a_plan_writes_no_page(page, monkeypatch) -> None:
+    strategy = mirrored(2)
+    monkeypatch.setattr(strategy.runner, "is_dry", True)
+    train(strategy, page, "run")
+    assert not page.exists()
+
+
 def test_a_recording_inside_fit_and_fit_inside_a_recording(page) -> None:
     strategy = mirrored(2)
     with strategy.scope():

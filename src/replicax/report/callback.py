@@ -180,13 +180,11 @@ class Report(LateCallback):
                 f"Report.recording: {os.fspath(self.path)!r} cannot record inside "
                 f"{outer}. End that first; to fit, pass callbacks=[report]."
             )
-        if strategy.runner.is_dry:
-            yield  # A plan trains nothing.
-            return
         self._run = run = FitReport(self._page, strategy, None, {}, measures=False)
         try:
-            run.begin_epoch(initial_epoch)
-            shard.recorder = run.recorder
+            if not strategy.runner.is_dry:  # A plan trains nothing.
+                run.begin_epoch(initial_epoch)
+                shard.recorder = run.recorder
             yield
             if run.recorder.tally.executions:  # The loop did not end this epoch.
                 run.end_epoch({})

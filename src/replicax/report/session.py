@@ -114,6 +114,8 @@ class FitReport:
 
     def end_loop_epoch(self, logs: Mapping[str, object]) -> None:
         """Implement `Report.end_epoch`."""
+        if self._journal is None:
+            return  # A plan.
         for name, value in logs.items():
             if is_per_replica(value) or not _numbers({name: value}):
                 raise TypeError(
