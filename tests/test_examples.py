@@ -91,7 +91,7 @@ def test_promises_of_named_failures_and_exact_resume(tmp_path: Path) -> None:
 
     def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*command, *arguments, "--epochs=4", f"--backup={tmp_path}"],
+            [*command, *arguments, "--epochs=4", f"--backup={tmp_path / 'backup'}"],
             capture_output=True,
             text=True,
             timeout=140,
