@@ -42,10 +42,9 @@ x = np.random.default_rng(0).normal(size=(num_devices, 16, 64)).astype("float32"
 x = rx.PerReplica(x)
 losses = [strategy.run(step, (x,)) for _ in range(num_steps)]  # Nothing waits in here.
 values = np.array([np.asarray(loss) for loss in losses])
-assert values.shape == (num_steps, num_devices), values.shape
+assert values.shape == (num_steps,), values.shape
 assert np.isfinite(values).all()
-assert (values == values[:, :1]).all()
-assert values[-1, 0] != values[0, 0]
+assert values[-1] != values[0]
 strategy.check_replicas()
 print("finished", num_steps)
 """

@@ -1,7 +1,9 @@
 """`CentralStorageStrategy`: variables on one device, replicas on several devices."""
 
 import collections
+import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -138,18 +140,38 @@ class _ParameterDevice(ReplicaHome):
         out, gradients, new = program(inputs, arrays)
         at_home = jax.device_put(new, self._sharding)
         stored |= zip(map(id, program.written), at_home, strict=True)
-        updates = zip(program.at_home, program.deferred_updates, gradients, strict=True)
+        updates = list(
+            zip(program.at_home, program.deferred_updates, gradients, strict=True)
+        )
         changed = [v for update in program.deferred_updates for v in update.changed]
         variables = [*program.written, *changed]
-        values = itertools.chain(at_home, self._updated(updates, stored))
-        with Announced("compiling the update") if is_new else nullcontext():
-            # Updates donate the old values: an interrupt must not lose the new ones.
-            uninterrupted(lambda: internals.write_values(variables, values))
+        # Updates donate the old values: an interrupt must not lose the new ones.
+        if is_new or len(set(map(id, changed))) < len(changed):
+            one_by_one = itertools.chain(at_home, self._updated(updates, stored))
+            with Announced("compiling the update") if is_new else nullcontext():
+                uninterrupted(lambda: internals.write_values(variables, one_by_one))
+        else:
+            calls = [self._call(*update, stored) for update in updates]
+            values = itertools.chain.from_iterable(map(operator.call, calls))
+            # One call into C, like that of a program: all is done or nothing.
+            internals.write_values(variables, itertools.chain(at_home, values))
         for value, copy in zip(at_home, new, strict=True):
             self._copies.keep(value, copy)
         if gradients:
             self._running.append(min(gradients[0], key=lambda g: g.nbytes))
         return out
+
+    def _call(
+        self,
+        compiled: Wrapped,
+        update: Update,
+        gradients: Sequence[jax.Array],
+        stored: Mapping[int, jax.Array],
+    ) -> Callable[[], list[jax.Array]]:
+        """The call of an update, which donates the old values."""
+        before = _values_to_donate([id(v) for v in update.changed], stored)
+        gradients = jax.device_put(gradients, self._sharding)
+        return functools.partial(compiled, before, gradients)
 
     def _updated(
         self,
@@ -158,8 +180,7 @@ class _ParameterDevice(ReplicaHome):
     ) -> Iterator[jax.Array]:
         """Make updates one after the other: they may change the same variables."""
         for compiled, update, gradients in updates:
-            before = _values_to_donate([id(v) for v in update.changed], stored)
-            after = compiled(before, jax.device_put(gradients, self._sharding))
+            after = self._call(compiled, update, gradients, stored)()
             stored |= zip(map(id, update.changed), after, strict=True)
             yield from after
 
