@@ -93,7 +93,7 @@ else:
 
 weight.assign(weight * 2)
 result = rx.get_strategy().run(lambda: weight + 1)
-assert np.asarray(result.values[0]).tolist() == [3, 3, 3]
+assert np.asarray(result).tolist() == [3, 3, 3]
 try:
     strategy.run(lambda: other + 1)
 except rx.ContextError as error:

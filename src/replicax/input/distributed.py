@@ -266,8 +266,14 @@ class DistributedDataset(DistributedInput):
         rows, even if that will be dropped.
 
         Raises:
-            TypeError: If the dataset's length is unknown or infinite.
+            TypeError: If the dataset's length is unknown or infinite, or if each of
+                several workers reads data of its own.
         """
+        if self.is_local:
+            raise TypeError(
+                "len(DistributedDataset): each worker reads data of its own, so this "
+                "worker does not know the number of steps. Count them in the loop."
+            )
         number = count_batches(self._dataset, self._batch_size)
         if number is None:
             raise TypeError(
