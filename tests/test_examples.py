@@ -157,6 +157,7 @@ def losses_in(output: str) -> list[float]:
     return [float(x) for x in re.findall(r"^epoch.* loss ([\d.]+)", output, re.M)]
 
 
+@pytest.mark.slow
 def test_nnx_on_one_device_and_on_two(tmp_path: Path) -> None:
     arguments = ("nnx_digits.py", "--epochs=10")
     one = run_example(*arguments, "--replicas=1", "--batch-size=64", cwd=tmp_path)
@@ -181,6 +182,7 @@ def test_nnx_on_two_workers(tmp_path: Path) -> None:
     assert "epoch" not in other
 
 
+@pytest.mark.slow
 def test_equinox_on_one_device_and_on_two(tmp_path: Path) -> None:
     arguments = ("equinox_digits.py", "--epochs=10", "--save=model.eqx")
     one = run_example(*arguments, "--replicas=1", "--batch-size=64", cwd=tmp_path)

@@ -15,15 +15,18 @@ TABLES = {
     "linen": LINEN,
     "equinox": EQUINOX,
 }
-# Several devices with several replicas each; the other columns are slow.
+# Several devices with several replicas each; the other columns are slow, and so are the
+# tables of Optax, of which `test_optax` has quick ones, and Linen.
 QUICK = "virtual"
+SLOW = ("optax", "linen")
 
 
 def cells() -> Iterator[object]:
     for library, cases in TABLES.items():
         for name, case in cases.items():
             for strategy in STRATEGIES:
-                marks = [] if strategy == QUICK else [pytest.mark.slow]
+                is_quick = strategy == QUICK and library not in SLOW
+                marks = [] if is_quick else [pytest.mark.slow]
                 id = f"{library}: {name}, {strategy}"
                 yield pytest.param(case, strategy, id=id, marks=marks)
 

@@ -29,7 +29,7 @@ def test_a_token_from_a_file(tmp_path):
 
 
 def test_no_token_is_an_error_that_says_how_to_make_one():
-    with pytest.raises(ValueError, match=r"REPLICAX_PS_TOKEN.*new_token\(\)"):
+    with pytest.raises(ValueError, match=r"REPLICAX_PS_TOKEN.*`replicax token`"):
         Credentials.from_environment({})
 
 

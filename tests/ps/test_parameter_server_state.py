@@ -57,5 +57,5 @@ def test_steps_that_are_assigned_and_states_that_others_would_need():
         assert [m > 0.001 for m in moved] == [False, True, False, True]
         assert "layer 'gru' of model" in found["refused"]
         assert "Use one worker" in found["refused"]
-        assert "SwapEMAWeights exchanges weights" in found["swaps"]
+        assert "SwapEMAWeights swaps weights" in found["swaps"]
         assert found["after"] == (104, 0.0)
