@@ -168,20 +168,6 @@ def test_nnx_on_one_device_and_on_two(tmp_path: Path) -> None:
     assert accuracy_in(two) > 0.95
 
 
-@pytest.mark.multiprocess
-@pytest.mark.timeout(200)
-def test_nnx_on_two_workers(tmp_path: Path) -> None:
-    script, arguments = EXAMPLES / "nnx_digits.py", ("--epochs=10", "--batch-size=32")
-    results = replicax.testing.run(
-        script, num_workers=2, args=arguments, deadline_seconds=180
-    )
-    chief, other = results["worker:0"].output, results["worker:1"].output
-    alone = run_example(script.name, *arguments, "--replicas=2", cwd=tmp_path)
-    assert losses_in(chief) == pytest.approx(losses_in(alone), rel=1e-3, abs=2e-4)
-    assert accuracy_in(chief) > 0.95
-    assert "epoch" not in other
-
-
 @pytest.mark.slow
 def test_equinox_on_one_device_and_on_two(tmp_path: Path) -> None:
     arguments = ("equinox_digits.py", "--epochs=10", "--save=model.eqx")
@@ -197,13 +183,21 @@ def test_equinox_on_one_device_and_on_two(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
-def test_equinox_on_two_workers(tmp_path: Path) -> None:
-    script, arguments = EXAMPLES / "equinox_digits.py", ("--epochs=10",)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("nnx_digits.py", ["--epochs=10", "--batch-size=32"]),
+        ("equinox_digits.py", ["--epochs=10"]),
+    ],
+)
+def test_flax_and_equinox_on_two_workers(
+    name: str, arguments: list[str], tmp_path: Path
+) -> None:
     results = replicax.testing.run(
-        script, num_workers=2, args=arguments, deadline_seconds=180
+        EXAMPLES / name, num_workers=2, args=arguments, deadline_seconds=180
     )
     chief, other = results["worker:0"].output, results["worker:1"].output
-    alone = run_example(script.name, *arguments, "--replicas=2", cwd=tmp_path)
+    alone = run_example(name, *arguments, "--replicas=2", cwd=tmp_path)
     assert losses_in(chief) == pytest.approx(losses_in(alone), rel=1e-3, abs=2e-4)
     assert accuracy_in(chief) > 0.95
     assert "epoch" not in other

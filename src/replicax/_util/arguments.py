@@ -5,8 +5,11 @@ Without these checks `True` would be a count, and any object a switch.
 
 import operator
 import os
+import re
+from collections.abc import Collection
 
 __all__ = [
+    "matching_expression",
     "require_count",
     "require_flag",
     "require_instance",
@@ -54,6 +57,25 @@ def require_instance(value: object, kind: type, what: str, example: str) -> None
             f"{what} must be an rx.{kind.__name__} or None; got {value!r}. Write for "
             f"example {example}."
         )
+
+
+def matching_expression(
+    expressions: Collection[str], path: str, caller: str, name: str
+) -> str | None:
+    """The expression that is `path` or matches all of it; None if there is none.
+
+    Raises a `ValueError` if several match; `name` is the argument of the public call
+    `caller` that has the expressions.
+    """
+    matching = [x for x in expressions if x == path] or [
+        x for x in expressions if re.fullmatch(x, path)
+    ]
+    if len(matching) > 1:
+        raise ValueError(
+            f"{caller}: {path!r} matches several expressions of {name}, {matching}. "
+            "Change them so that at most one matches."
+        )
+    return matching[0] if matching else None
 
 
 def short(value: object) -> str:

@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 import jax
 
+from replicax._util.arguments import matching_expression
+
 __all__ = ["Aggregation", "AggregationRules", "Combine", "Rule", "aggregation_of"]
 
 Combine: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -96,16 +98,11 @@ class AggregationRules:
         if not self._rules:
             return None
         self._paths.add(path)
-        matching = [p for p in self._rules if p == path] or [
-            p for p in self._rules if re.fullmatch(p, path)
-        ]
-        if len(matching) > 1:
-            raise ValueError(
-                f"{self._caller}: {path!r} matches several expressions of aggregation, "
-                f"{matching}. Make them match one path only once."
-            )
-        self._unmatched.difference_update(matching)
-        return self._rules[matching[0]] if matching else None
+        pattern = matching_expression(self._rules, path, self._caller, "aggregation")
+        if pattern is None:
+            return None
+        self._unmatched.discard(pattern)
+        return self._rules[pattern]
 
     def require_matches(self) -> None:
         """Raise a ValueError for an expression that no variable has matched so far."""

@@ -34,9 +34,12 @@ class CountedReplicas:
         if group.num_replicas == 1:
             return None
         return (
-            *(group.num_replicas, group.num_per_device),
-            *(self._gradient_op, self._num_active),
-            *(options.bytes_per_pack, options.compression),
+            group.num_replicas,
+            group.num_per_device,
+            self._gradient_op,
+            self._num_active,
+            options.bytes_per_pack,
+            options.compression,
             Identity(options.gradient_hook),
         )
 

@@ -115,13 +115,13 @@ def only_on_chief(callbacks: PyTree, strategy: StrategyLike) -> Generator[None]:
     callback reads sharded weights. Their files go to a folder that is deleted at the
     end: all workers have the same paths, and two that write one file damage it.
     """
-    listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
     with ExitStack() as stack:
-        for callback in () if strategy.is_chief else listed:
-            if getattr(callback, _MARK, False) or _is_tracker(callback):
-                _warn_of_own_run(callback)
-                _mute(callback, stack)
         if not strategy.is_chief:
+            listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
+            for callback in listed:
+                if getattr(callback, _MARK, False) or _is_tracker(callback):
+                    _warn_of_own_run(callback)
+                    _mute(callback, stack)
             _discard_files(listed, stack)
         yield
 

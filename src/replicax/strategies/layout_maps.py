@@ -6,11 +6,11 @@ the devices of one replica is `"model"`.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
 
 from jax.sharding import PartitionSpec
 
+from replicax._util.arguments import matching_expression
 from replicax._util.types import PyTree
 from replicax.engine.layouts import FEWEST_ELEMENTS
 
@@ -96,21 +96,14 @@ def matched_rule(
             )
 
     def by_path(path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-        matching = [p for p in entries if p == path] or [
-            p for p in entries if re.fullmatch(p, path)
-        ]
-        if len(matching) > 1:
-            raise ValueError(
-                f"{caller}: {path!r} matches several expressions of layout_map, "
-                f"{matching}. Change them so that at most one matches."
-            )
-        names = entries[matching[0]] if matching else ()
-        if not matching or len(names) != len(shape):
+        pattern = matching_expression(entries, path, caller, "layout_map")
+        if pattern is None or len(entries[pattern]) != len(shape):
             return None
+        names = entries[pattern]
         for dim, name in enumerate(names):
             if name is not None and shape[dim] % axes[name]:
                 raise ValueError(
-                    f"{caller}: layout_map[{matching[0]!r}] shards dimension "
+                    f"{caller}: layout_map[{pattern!r}] shards dimension "
                     f"{dim} of {path!r} {shape} over {axes[name]} devices, "
                     "which does not divide it. Choose another dimension or another "
                     f"{'model_parallel' if name == MODEL_AXIS else 'number of devices'}"
