@@ -103,3 +103,15 @@ def test_links_lead_to_files(page: Path) -> None:
         if "://" not in link and not (page.parent / link).exists()
     ]
     assert not missing
+
+
+def test_every_example_is_in_the_gallery() -> None:
+    gallery = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    shared = {"common.py", "data.py"}
+    examples = {f.name for f in (ROOT / "examples").glob("*.[pi][yp]*")} - shared
+    assert len(examples) > 10
+    for name in examples:
+        assert f"](../examples/{name})" in gallery
+        assert re.search(
+            rf"^(python|jupyter|replicax).* examples/{name}", gallery, re.M
+        )
