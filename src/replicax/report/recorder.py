@@ -112,7 +112,7 @@ class Recorder:
     def end_input(
         self, began: float, shapes: PyTree, steps: int, examples: int
     ) -> None:
-        """Count a batch that is ready; for the arguments see `RecorderLike`."""
+        """Count a batch of arrays of these `shapes`, for `steps`, that is ready."""
         tally = self.tally
         # Rounding may leave a negative difference.
         input_s = max(0.0, time.perf_counter() - began - self._waits_in_input_s)

@@ -12,20 +12,27 @@ from replicax._util.types import PyTree, Shape
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.labels import Labels
 from replicax.engine.program import Program
-from replicax.engine.protocols import Home
+from replicax.engine.protocols import StepQueue
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ContextError
+from replicax.keras.session import FitSession
 from replicax.keras.variables import adopt
 
 __all__ = ["ReplicaHome"]
 
 
-class ReplicaHome(Home):
+class ReplicaHome:
     """The home of variables on the replicas' devices, mirrored or sharded.
 
-    Programs themselves update the variables. It is the base class of other homes.
-    `place` is the sharding of all variables; None: the group's layouts. With `adopts` a
-    variable that was created outside the scope may be used.
+    Programs themselves update the variables. Subclasses keep variables elsewhere, and
+    update them after a program. `place` is the sharding of all variables; None: the
+    group's layouts. With `adopts` a variable that was created outside the scope may be
+    used.
+
+    Attributes:
+        labels: The strategy's variables, by labels that are equal on all workers.
+        on_replicas: Whether variables are on the replicas' devices.
+        keeps_slots: Whether optimizer state is in variables of this process.
     """
 
     keeps_slots = True
@@ -101,8 +108,25 @@ class ReplicaHome(Home):
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Return the gradients that a deferred update gets, from the summed ones."""
+        """Map summed gradients to those that a deferred update uses."""
         return grads
+
+    def adds_up(self, *, trains: bool) -> bool:
+        """Whether state such as metrics is summed over processes after the steps."""
+        return False
+
+    def claimed_steps(self, model: keras.Model, fit: FitSession) -> StepQueue | None:
+        """The work queue from which workers take steps of `fit`; None: no queue."""
+        return None
+
+    def begin(self) -> None:
+        """Called when `fit`, `evaluate` or `predict` begins."""
+
+    def settle(self) -> object:
+        """Called when `fit`, `evaluate` or `predict` ends."""
+
+    def finalize(self, optimizer: keras.Optimizer) -> None:
+        """Called when `fit` finalizes the variables that its optimizer trains."""
 
 
 def _is_random_state(variable: Variable) -> bool:

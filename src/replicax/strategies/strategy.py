@@ -21,7 +21,6 @@ from replicax.engine.group import ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit
 from replicax.engine.meshes import outside_meshes
 from replicax.engine.program import Program
-from replicax.engine.protocols import Home
 from replicax.engine.scope import Scope
 from replicax.engine.variables import Variable, checked_variables
 from replicax.input import InputShard
@@ -143,7 +142,7 @@ class Strategy(DatasetMaker, OwnJit):
         else:
             self.runner = DryRunner(group, receiver)
         place = None if receiver is None else receiver.home
-        self.home: Home = ReplicaHome(self.group, place, adopts=self._adopts)
+        self.home = ReplicaHome(self.group, place, adopts=self._adopts)
         self.input_shard = InputShard(self._workers, check_input=check_input)
         hooks.note_strategy(self)
 
