@@ -1,4 +1,4 @@
-"""Arrays without elements in replica functions, at some of which JAX 0.11 crashes."""
+"""Arrays without elements in replica functions."""
 
 import keras
 import numpy as np

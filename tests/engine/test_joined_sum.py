@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.collectives import ReplicaAxis, joined_sum
-from replicax.engine.empty_arrays import creating_empty_arrays
 
 SMALL = 2**18 // 4  # float32 elements
 
@@ -31,7 +30,7 @@ def both_ways(arrays: list[Any], axis: ReplicaAxis) -> tuple[list[Any], list[Any
     def spread(fn):
         return jax.jit(
             jax.shard_map(
-                creating_empty_arrays(lambda arrays: fn([x[0] for x in arrays])),
+                lambda arrays: fn([x[0] for x in arrays]),
                 mesh=mesh,
                 in_specs=P("replica"),
                 out_specs=P(),

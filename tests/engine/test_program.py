@@ -380,22 +380,6 @@ def test_variables_are_not_assigned_inside_inner_functions(strategy, step) -> No
     assert float(v.value) == 0.0
 
 
-@pytest.mark.parametrize(
-    "look",
-    [lambda x: 1.0 if x > 0 else 0.0, np.asarray, float, lambda x: [0][int(x)]],
-    ids=["if", "numpy", "float", "int"],
-)
-def test_a_value_that_python_looks_at_comes_with_advice(strategy, look) -> None:
-    def step(x):
-        return look(x.sum())
-
-    with pytest.raises(TypeError, match=r"(?i)tracer|convert") as error:
-        strategy.run(step, args=(np.ones(3, "float32"),))
-    (note,) = (x for x in error.value.__notes__ if "run(" in x)
-    assert "step (line" in note
-    assert "keras.ops.where or jax.lax.cond in place of `if`" in note
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5, 7, 8])
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_shares_of_a_sum_lose_nothing(num_replicas: int, dtype: str) -> None:

@@ -1,6 +1,5 @@
 """What is done in the wrong place is named, and what is ignored is said."""
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -187,52 +186,6 @@ def test_variables_made_in_a_replica_function(strategy_of):
         strategy.run(lambda: keras.Variable(1.0, name="mine") + 1)
     with pytest.raises(rx.ContextError, match=r"run: a variable.*optimizers outside"):
         strategy.run(lambda: keras.optimizers.Adam().learning_rate + 0)
-
-
-class _Leaky(layers.Layer):
-    """A layer that lets a value out of a function that JAX traces by itself."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self._how = how
-        self._largest = self.add_weight(shape=(), trainable=False, initializer="zeros")
-
-    def call(self, x):
-        if self._how == "assigned":
-            jax.lax.cond(x[0, 0] > 0, lambda: self._largest.assign(1.0), lambda: 0.0)
-            return x
-        kept = []
-        jax.lax.fori_loop(0, 2, lambda i, c: kept.append(c) or c, x)
-        return x + kept[0]
-
-
-@pytest.mark.parametrize("how", ["assigned", "kept"])
-def test_a_value_that_leaves_an_inner_function(data, strategy_of, how):
-    with strategy_of(2).scope():
-        model = classifier(_Leaky(how))
-    with pytest.raises(TypeError, match="racer") as error:
-        model.fit(*data, verbose=0)
-    (note,) = (x for x in error.value.__notes__ if "fit(Sequential.train_step)" in x)
-    assert "assigned it to a variable, or stored" in note
-    assert "variable.assign(jax.lax.cond(" in note
-
-
-class _Branching(keras.Sequential):
-    """A model whose step, of Keras' form, looks at a value."""
-
-    def train_step(self, state, data):
-        logs, state = super().train_step(state, data)
-        return ({"loss": 0.0} if logs["loss"] > 1e6 else logs), state
-
-
-def test_a_step_that_looks_at_a_value(data, strategy_of):
-    with strategy_of(2).scope():
-        model = _Branching([keras.Input((64,)), layers.Dense(10)])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy())
-    with pytest.raises(TypeError, match="boolean") as error:
-        model.fit(*data, verbose=0)
-    (note,) = (x for x in error.value.__notes__ if "fit(_Branching.train_step" in x)
-    assert "or return the array, and read its value outside" in note
 
 
 def _distributed(strategy, data):

@@ -70,8 +70,8 @@ class Arguments:
         structure: Tree structure of `(args, kwargs)`.
         kinds: The kind of each leaf.
         statics: The values of the STATIC leaves, in order.
-        lines: For results of `run` that differ between replicas, by number of array: a
-            function that finds the line of user code that computes the result.
+        differing: Numbers of the arrays that are results of `run` which differ between
+            replicas.
 
     Attributes:
         mirrored: The names of the arrays that every replica gets whole, by number, such
@@ -83,11 +83,11 @@ class Arguments:
         structure: TreeStructure,
         kinds: Sequence[Kind],
         statics: Sequence[object] = (),
-        lines: Mapping[int, Callable[[], str | None]] = {},
+        differing: Sequence[int] = (),
     ) -> None:
         self.statics = tuple(statics)
         self.mirrored: dict[int, str] = {}
-        self._lines = lines
+        self._differing = differing
         self._structure = structure
         self._kinds = tuple(kinds)
         self._array_kinds = [kind for kind in kinds if kind is not Kind.STATIC]
@@ -99,7 +99,7 @@ class Arguments:
     @property
     def has_differing_results(self) -> bool:
         """Whether an argument is a result of `run` that differs between replicas."""
-        return bool(self._lines)
+        return bool(self._differing)
 
     def specs(
         self, axis_name: str, leading: tuple[None, ...]
@@ -136,16 +136,14 @@ class Arguments:
             self._are_static,
         ):
             return
-        diverged = [i for i in self._lines if i in earlier.mirrored]
+        diverged = [i for i in self._differing if i in earlier.mirrored]
         if not diverged:
             return
         names = ", ".join(earlier.mirrored[i] for i in diverged[:5])
         others = f" and {len(diverged) - 5} others" if len(diverged) > 5 else ""
-        line = self._lines[diverged[0]]()
         raise DivergenceError(
-            f"{name}: {names}{others} was equal on all "
-            "replicas in an earlier call, and is now a result of run that differs "
-            f"between them{f', computed in {line}' if line else ''}. Combine it in the "
+            f"{name}: {names}{others} was equal on all replicas in an earlier call, "
+            "and is now a result of run that differs between them. Combine it in the "
             "step, such as its gradients: rx.get_replica_context().all_reduce("
             "rx.ReduceOp.MEAN, grads). If each replica shall have its own value, start "
             "with strategy.per_replica(value)."
@@ -249,14 +247,14 @@ def flatten_call(
         (tuple(args), dict(kwargs)), is_leaf=is_per_replica
     )
     arrays, kinds, statics, key = [], [], [], []
-    lines: dict[int, Callable[[], str | None]] = {}
+    differing: list[int] = []
     is_uneven = False
     constants = numbers_in_modules(flat, structure)
     for number, leaf in enumerate(flat):
         if isinstance(leaf, PerReplica):
             is_uneven = is_uneven or leaf.num_active is not None
-            if leaf.find_line is not None:
-                lines[len(arrays)] = leaf.find_line
+            if leaf.is_result:
+                differing.append(len(arrays))
             kind, leaf = Kind.PER_REPLICA, leaf.array
             if type(leaf) not in ARRAY_TYPES and is_composite(leaf):
                 args, kwargs = spread((args, kwargs))
@@ -303,7 +301,7 @@ def flatten_call(
     return FlatCall(
         key=(structure, tuple(key)),
         arrays=arrays,
-        make_arguments=lambda: Arguments(structure, kinds, statics, lines),
+        make_arguments=lambda: Arguments(structure, kinds, statics, differing),
         num_active=_num_active_in(args, kwargs) if is_uneven else None,
     )
 

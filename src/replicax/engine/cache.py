@@ -2,7 +2,6 @@
 
 import dis
 import functools
-import logging
 import threading
 import types
 import weakref
@@ -11,11 +10,8 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 from replicax._util.types import PyTree
-from replicax._util.user_code import describe
 
 __all__ = ["Identity", "ProgramCache", "function_key"]
-
-_logger = logging.getLogger("replicax")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -46,22 +42,15 @@ def static_key(value: object) -> Hashable:
 
 
 class _KeyOfFunction:
-    """A function's key, and the objects from which it was made, to validate it fast.
-
-    Attributes:
-        parts: Names and keys of the function's closed-over values, defaults and
-            globals. Functions of the same code have the same number of parts.
-        key: The function's key.
-    """
+    """A function's key, and the objects from which it was made, to validate it fast."""
 
     def __init__(self, fn: types.FunctionType, *, with_globals: bool = True) -> None:
         self._fn = weakref.ref(fn)
         self._with_globals = with_globals
-        self._functions = [fn]  # A function that occurs again has its position as key.
-        self._cells: list[tuple[types.CellType, str, object]] = []
+        self._functions: list[types.FunctionType] = []
+        self._cells: list[tuple[types.CellType, object]] = []
         self._names: list[tuple[dict[str, object], str, object]] = []
-        self.parts = self._parts_of(fn)
-        self.key = _joined(fn, self.parts)
+        self.key = self._key_of(fn)
         self._functions.clear()
 
     def is_current(self, fn: types.FunctionType) -> bool:
@@ -69,7 +58,7 @@ class _KeyOfFunction:
         return (
             self._fn() is fn  # `functools.wraps` copies attributes to other functions.
             and all(values.get(name) is value for values, name, value in self._names)
-            and all(_content(cell) is content for cell, _, content in self._cells)
+            and all(_content(cell) is content for cell, content in self._cells)
         )
 
     def refers_to(self, fn: types.FunctionType) -> bool:
@@ -80,23 +69,21 @@ class _KeyOfFunction:
         """Pickle as None: a pickled function takes its attributes along."""
         return (type(None), ())
 
-    def _parts_of(self, fn: types.FunctionType) -> list[tuple[str, Hashable]]:
-        parts: list[tuple[str, Hashable]] = []
-        names = fn.__code__.co_freevars
-        for name, cell in zip(names, fn.__closure__ or (), strict=True):
+    def _key_of(self, fn: types.FunctionType) -> Hashable:
+        if fn in self._functions:  # A recursive call has its position as key.
+            return self._functions.index(fn)
+        self._functions.append(fn)
+        keys: list[Hashable] = []
+        for cell in fn.__closure__ or ():
             content = _content(cell)
-            self._cells.append((cell, name, content))
-            parts.append((name, self._content_key(content)))
-        for i, value in enumerate(fn.__defaults__ or ()):
-            parts.append((f"default {i}", static_key(value)))
+            self._cells.append((cell, content))
+            keys.append(self._content_key(content))
+        keys += map(static_key, fn.__defaults__ or ())
         defaults, module = fn.__kwdefaults__ or {}, fn.__globals__
-        for name in defaults:
-            value = self._value_of(defaults, name)
-            parts.append((f"default {name}", static_key(value)))
+        keys += [static_key(self._value_of(defaults, name)) for name in defaults]
         for name in _global_names(fn.__code__) if self._with_globals else ():
-            value = self._value_of(module, name)
-            parts.append((name, self._global_key(value, module)))
-        return parts
+            keys.append(self._global_key(self._value_of(module, name), module))
+        return (fn.__code__, Identity(module), tuple(keys))
 
     def _value_of(self, values: dict[str, object], name: str) -> object:
         value = values.get(name)
@@ -107,26 +94,16 @@ class _KeyOfFunction:
         if isinstance(content, types.MethodType):
             return (Identity(content.__self__), self._content_key(content.__func__))
         is_function = isinstance(content, types.FunctionType)
-        return self._inner_key(content) if is_function else static_key(content)
+        return self._key_of(content) if is_function else static_key(content)
 
     def _global_key(self, value: object, module: dict[str, object]) -> Hashable:
         """A key of a global; a function of the same module is compared by content."""
         if isinstance(value, types.FunctionType) and value.__globals__ is module:
-            return self._inner_key(value)
+            return self._key_of(value)
         kind = type(value)
         if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
             return value  # Python compares modules and models by identity, in C.
         return static_key(value)
-
-    def _inner_key(self, fn: types.FunctionType) -> Hashable:
-        if fn in self._functions:
-            return self._functions.index(fn)
-        self._functions.append(fn)
-        return _joined(fn, self._parts_of(fn))
-
-
-def _joined(fn: types.FunctionType, parts: list[tuple[str, Hashable]]) -> Hashable:
-    return (fn.__code__, Identity(fn.__globals__), tuple(part for _, part in parts))
 
 
 def _content(cell: types.CellType) -> object:
@@ -242,8 +219,6 @@ class ProgramCache(Generic[T]):
         self._size = size
         self._owner_of = owner_of
         self._lock = threading.Lock()
-        self._versions: dict[types.CodeType, list[list[int]]] = {}
-        self._warned: set[types.CodeType] = set()
 
     def __iter__(self) -> Iterator[T]:
         """The programs, the least recently used one first."""
@@ -264,7 +239,6 @@ class ProgramCache(Generic[T]):
             if entry is not None and entry.program is not None:
                 self._entries.move_to_end(reference)
                 return entry.program
-        self._warn_of_redefinition(fn)
         program = make()
         self._keep(probe.key, program)
         return program
@@ -297,31 +271,3 @@ class ProgramCache(Generic[T]):
         entry = None if stored is None else stored()
         if entry is not None:
             entry.holder.pop(id(entry), None)
-
-    def _warn_of_redefinition(self, fn: Callable[..., PyTree]) -> None:
-        fn = getattr(fn, "__func__", fn)
-        if not isinstance(fn, types.FunctionType) or fn.__code__ in self._warned:
-            return
-        parts = _KeyOfFunction(fn).parts
-        # Hashes, unlike keys, do not keep objects alive.
-        version = [hash(part) for _, part in parts]
-        versions = self._versions.setdefault(fn.__code__, [])
-        if version not in versions:
-            versions.append(version)
-        if len(versions) < 3:
-            return
-        self._warned.add(fn.__code__)
-        hashes = zip(*versions, strict=True)
-        changed = [
-            name
-            for (name, _), values in zip(parts, hashes, strict=True)
-            if len(set(values)) > 1
-        ]
-        _logger.warning(
-            "%s has been compiled %d times because it is defined again with other "
-            "closed-over values (%s) each time. Define it once outside the loop and "
-            "pass changing values through args; every new version costs a compilation.",
-            describe(fn),
-            len(versions),
-            ", ".join(changed),
-        )

@@ -15,7 +15,6 @@ from replicax._util.types import PyTree
 from replicax.engine.blocks import gathered_here, regathering
 from replicax.engine.checks.divergence import gradient_marks
 from replicax.engine.checks.retrace import require_same_trace, require_same_values
-from replicax.engine.float16 import gradients_unscaled, loss_scaled
 from replicax.engine.replay import (
     Perturbation,
     ReplayEnd,
@@ -78,14 +77,14 @@ def value_and_grad(
         outer = current_scope()
 
         def functional(values: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-            values = gradients_unscaled(gathered_here(values, old_values))
+            values = gathered_here(values, old_values)
             values_by_id = dict(zip(map(id, variables), values, strict=True))
             with ChildScope(outer, values_by_id) as scope:
                 result = loss_fn(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
             written[:] = scope.written.values()
             new_values = [value for _, value in scope.updates()]
-            return loss_scaled(loss), (aux, masks_of(aux), new_values)
+            return loss, (aux, masks_of(aux), new_values)
 
         written: list[Variable] = []
         old_values = [jnp.asarray(v.value) for v in variables]
@@ -281,7 +280,7 @@ class GradientTape:
         evaluate = jex_core.jaxpr_as_fun(closed)
 
         def loss(deltas: list[jax.Array]) -> tuple[list[jax.Array], None]:
-            return loss_scaled(evaluate(*gradients_unscaled(deltas))), None
+            return evaluate(*deltas), None
 
         values, pullback, _ = jax.vjp(regathering(loss), deltas, has_aux=True)
         require_same_values(targets, values)

@@ -18,12 +18,10 @@ deletes the old values, and Python handles signals only between its own instruct
 dispatch and stores are one call of C.
 """
 
-import functools
 import itertools
 import math
 import operator
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,7 +42,6 @@ from replicax.cluster.dispatch_log import Operation
 from replicax.cpu import lowering, memory, settings
 from replicax.engine.arguments import Arguments
 from replicax.engine.checks.analysis import analyse, replicas_part
-from replicax.engine.checks.divergence import line_of
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.jaxprs import largest_array
 from replicax.engine.overlap.xla_options import compiler_options
@@ -52,7 +49,7 @@ from replicax.engine.scope import current_call
 from replicax.engine.signature import Options, Outputs, ResultStructure
 from replicax.engine.step import ReplicaStep
 from replicax.engine.values import PerReplica, note_num_active
-from replicax.engine.variables import Update, Variable, distinct, explained_traces
+from replicax.engine.variables import Update, Variable, distinct
 from replicax.errors import LostValuesError
 
 __all__ = ["Program", "StepResult"]
@@ -121,8 +118,7 @@ class Program:
         self._step = ReplicaStep(fn, group, arguments, self._options, self.name)
         self.deferred_updates: list[Update] = []
         if self._options.variables is None or self._step.divides_updates:
-            with explained_traces(self.name):
-                self.deferred_updates = self._step.discover(leaves)
+            self.deferred_updates = self._step.discover(leaves)
         else:
             self._step.written = distinct(self._options.variables)
             self._step.inputs = self._step.written
@@ -135,9 +131,6 @@ class Program:
         self.is_new = True
         self.at_home: Any = None
         self._jitted = self._jit(self._function())
-        self._leaf_types = [
-            x if isinstance(x, int | float | complex) else jax.typeof(x) for x in leaves
-        ]
         self._has_effects = False
         self._may_crash = group.axis.is_of_cpus and group.axis.size > 1
 
@@ -164,8 +157,7 @@ class Program:
 
     def lower(self, values: Shapes, leaves: Sequence[PyTree]) -> Lowered:
         """Lower the program for these shapes of variables and arguments."""
-        with explained_traces(self.name):
-            return self._traced(values, leaves).lower()
+        return self._traced(values, leaves).lower()
 
     def results_of(self, lowered: Lowered) -> PyTree:
         """The shapes of the program's results, from the return value of `lower`."""
@@ -221,23 +213,16 @@ class Program:
         if num_active is None and all(are_equal):
             return results.unflatten(flat)
         leaves: list[PyTree] = []
-        this: weakref.ref[Program] = weakref.ref(self)
-        for number, (x, is_equal) in enumerate(zip(flat, are_equal, strict=True)):
+        for x, is_equal in zip(flat, are_equal, strict=True):
             if is_equal:
                 leaves.append(x)
                 if num_active is not None:
                     note_num_active(x, num_active)
             else:
                 value = PerReplica(x, num_active)
-                value.find_line = functools.partial(_line_of_result, this, number)
+                value.is_result = True
                 leaves.append(value)
         return results.unflatten(leaves)
-
-    def line_of_result(self, number: int) -> str | None:
-        """The user's line that computes a result, from another trace; None: unknown."""
-        values = internals.read_values(self.inputs)
-        jaxpr = self._traced(values, self._leaf_types).jaxpr
-        return line_of(replicas_part(jaxpr), number)
 
     def _dispatch(
         self, arguments: tuple[PyTree, ...]
@@ -255,7 +240,7 @@ class Program:
 
     def prepare(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Trace and compile the program, as its first call does; may be interrupted."""
-        with Announced(f"compiling {self.name}"), explained_traces(self.name):
+        with Announced(f"compiling {self.name}"):
             traced = self._traced(values, leaves)
             if self.written:
                 self._group.aggregation.require_matches()
@@ -390,11 +375,6 @@ class Program:
                 "values of the variables that it writes: to use a value later, keep a "
                 "copy (jnp.copy)."
             )
-
-
-def _line_of_result(program: "weakref.ref[Program]", number: int) -> str | None:
-    known = program()
-    return None if known is None else known.line_of_result(number)
 
 
 _is_deleted = operator.methodcaller("is_deleted")

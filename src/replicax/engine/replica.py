@@ -43,7 +43,6 @@ class ModelTrace:
     Attributes:
         batch: This replica's rows of a global batch, as in `fit`; None where each
             replica has batches of its own, as in estimators.
-        computes_in_float16: Whether a layer computes in float16; see `engine.float16`.
         has_odd_outputs: Whether the shape of a loss's outputs suggests pairs of rows.
         is_in_metric: Whether a metric is being updated.
         is_per_example: Whether a loss declared `per_example` is being computed.
@@ -51,7 +50,6 @@ class ModelTrace:
     """
 
     batch: list[jax.Array] | None = None
-    computes_in_float16: bool = False
     has_odd_outputs: bool = False
     is_in_metric: bool = False
     is_per_example: bool = False

@@ -23,7 +23,6 @@ from replicax.engine.blocks import Block, cut
 from replicax.engine.checks.analysis import Analysis, equal_results
 from replicax.engine.checks.divergence import declare_differing, declare_whole
 from replicax.engine.composites import is_key
-from replicax.engine.empty_arrays import creating_empty_arrays
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import StepTrace
 from replicax.engine.replica import ReplicaContext
@@ -187,7 +186,7 @@ class ReplicaStep:
         """Map `body`, one device's part of the program, over all devices."""
         # `varying_marks` checks instead of JAX (`check_vma`) that results are equal.
         return jax.shard_map(
-            creating_empty_arrays(body) if self.analysis.has_empty_arrays else body,
+            body,
             mesh=self._group.mesh,
             in_specs=in_specs,
             out_specs=out_specs,

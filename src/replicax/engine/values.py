@@ -69,13 +69,13 @@ class PerReplica:
         (np.float64(1.0), np.float64(2.0))
     """
 
-    __slots__ = ("array", "find_line", "is_block", "num_active")
+    __slots__ = ("array", "is_block", "is_result", "num_active")
 
     def __init__(self, array: PyTree, num_active: int | None = None) -> None:
         self.array = array
         self.num_active = num_active
-        # For a result of `run`: finds the line of user code that computes it.
-        self.find_line: Callable[[], str | None] | None = None
+        # Whether `run` returned it, since its values may differ between replicas.
+        self.is_result = False
         # Of a state that is divided: replicas without examples have right blocks, too.
         self.is_block = False
 

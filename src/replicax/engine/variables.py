@@ -7,10 +7,9 @@ Where variables are not on the replicas, or are sharded, `optimizer.apply` is de
 the replicas' part of the program returns the summed gradients, and updates follow it.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NoReturn, Self
 
 import jax
@@ -43,7 +42,6 @@ __all__ = [
     "WritesScope",
     "checked_variables",
     "distinct",
-    "explained_traces",
     "fold_replica_into_seed",
     "is_seed_state",
     "restore_seed",
@@ -81,39 +79,6 @@ _RETURN_IT = (
     "Return the new value from that function, and assign it outside: "
     "variable.assign(jax.lax.cond(condition, lambda: new, lambda: old))."
 )
-
-
-_NEEDS_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-
-@contextlib.contextmanager
-def explained_traces(caller: str) -> Generator[None]:
-    """Add advice to JAX's errors about missing values of tracers and leaked tracers.
-
-    The scopes here refuse an assignment that leaks a tracer. In a scope that Keras
-    opens itself, as in its train steps, only JAX notices the leak.
-    """
-    try:
-        yield
-    except TypeError as error:  # The base class of these errors.
-        is_leaked = isinstance(error, jax.errors.UnexpectedTracerError)
-        if isinstance(error, _NEEDS_A_VALUE):
-            error.add_note(
-                f"{caller}: the function is compiled, so its arrays have no values "
-                "while its Python code runs. Use keras.ops.where or jax.lax.cond in "
-                "place of `if`, and keras.ops or jax.numpy in place of NumPy, float() "
-                "and int(); or return the array, and read its value outside."
-            )
-        elif is_leaked or "Tracer'>" in str(error):
-            error.add_note(
-                f"{caller}: a value has left {_TRACED_APART}: the function assigned it "
-                f"to a variable, or stored it in a Python object. {_RETURN_IT}"
-            )
-        raise
 
 
 _VALUE_OF = "replicax_value_of"

@@ -33,7 +33,6 @@ from replicax.engine.blocks import (
     replicas_hold_blocks,
 )
 from replicax.engine.checks.consistency import synchronize_random_state
-from replicax.engine.float16 import gradients_unscaled, loss_scaled
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.replay import note_losses_of
 from replicax.engine.scope import (
@@ -293,22 +292,16 @@ def _compute_loss_and_updates(
     **kwargs: PyTree,
 ) -> PyTree:
     if not replicas_hold_blocks():
-        loss, rest = original(
-            model,
-            gradients_unscaled(trainable_variables),
-            non_trainable_variables,
-            *args,
-            **kwargs,
+        return original(
+            model, trainable_variables, non_trainable_variables, *args, **kwargs
         )
-        return loss_scaled(loss), rest
     wholes = [primal_of(x) for x in [*trainable_variables, *non_trainable_variables]]
     num = len(trainable_variables)
 
     def run(values: list[PyTree]) -> PyTree:
         values = gathered_here(values, wholes)
-        trained = gradients_unscaled(values[:num])
-        loss, rest = original(model, trained, values[num:], *args, **kwargs)
-        return loss_scaled(loss), (rest, masks_of((loss, rest)))
+        loss, rest = original(model, values[:num], values[num:], *args, **kwargs)
+        return loss, (rest, masks_of((loss, rest)))
 
     # The other arguments stay the same objects: Keras attached masks to them.
     loss, (rest, masks) = regathering(run)(

@@ -83,8 +83,6 @@ class _ModelStep:
     def __call__(self, data: PyTree) -> PyTree:
         context = required_context()
         context.model.batch = jax.tree.leaves(data)
-        types = {x.compute_dtype for x in internals.layers_of(self._model)}
-        context.model.computes_in_float16 = "float16" in types
         metrics = self._model.metrics if self._has_own_logs else []
         with computed_as_compiled(self._model), global_results(metrics) as results:
             if self._groups is None:

@@ -29,7 +29,7 @@ def train(strategy: rx.Strategy, step: Any, state: Any, *, steps: int = 2) -> An
     return state
 
 
-def test_a_forgotten_all_reduce_is_named_with_its_line() -> None:
+def test_a_forgotten_all_reduce_is_named() -> None:
     optimizer = optax.adam(1e-2)
 
     def step(state: Any, x: jax.Array) -> Any:
@@ -46,7 +46,6 @@ def test_a_forgotten_all_reduce_is_named_with_its_line() -> None:
     assert "args[0][0]['b']" in message
     assert "and 1 others" in message
     assert "count" not in message
-    assert f"{__file__}, line" in message or "optax" in message
     assert "all_reduce" in message
 
 

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.communication import sum_gradients
-from replicax.engine.empty_arrays import creating_empty_arrays
 from replicax.engine.overlap.buckets import equal_buckets, plan_sums
 from replicax.engine.replica_axis import ReplicaAxis
 from replicax.planning import compiler
@@ -51,7 +50,7 @@ def summed(
 
     step = jax.jit(
         jax.shard_map(
-            creating_empty_arrays(fn),
+            fn,
             mesh=mesh,
             in_specs=P("replica"),
             out_specs=P("replica"),

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from replicax.engine.checks.divergence import divergence_error, result_marks
-from replicax.engine.empty_arrays import uses_empty_arrays
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.jaxprs import equations_of
 from replicax.engine.variables import Variable
@@ -23,14 +22,12 @@ class Analysis:
             since all replicas assign the same value.
         from_first: Ids of variables of aggregation `"only_first_replica"` that get the
             first replica's value, since the replicas' values differ.
-        has_empty_arrays: Whether arrays without elements are operands of the program.
         equal_results: For each result of the function, whether it is equal on all
             replicas, and so is returned once; empty if all are returned per replica.
     """
 
     mirrored_sums: frozenset[int] = frozenset()
     from_first: frozenset[int] = frozenset()
-    has_empty_arrays: bool = False
     equal_results: tuple[bool, ...] = ()
 
 
@@ -62,8 +59,6 @@ def analyse(
     if not before.mirrored_sums.issuperset(mirrored_sums):
         sums = before.mirrored_sums.union(mirrored_sums)
         return dataclasses.replace(before, mirrored_sums=sums)
-    if not before.has_empty_arrays and uses_empty_arrays(jaxpr):
-        return dataclasses.replace(before, has_empty_arrays=True)
     if group.num_replicas == 1:
         return before
     equation = replicas_part(jaxpr)

@@ -17,7 +17,6 @@ from replicax._util import random_state
 from replicax.cluster.workers import Workers
 from replicax.engine.composites import is_key
 from replicax.engine.device_put import laid_out
-from replicax.engine.empty_arrays import creating_empty_arrays
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.labels import Labels
 from replicax.engine.variables import Variable
@@ -58,7 +57,7 @@ def _checksums_of_mesh(mesh: Mesh, axis_name: str) -> Wrapped:
 
     return jax.jit(
         jax.shard_map(
-            creating_empty_arrays(row),
+            row,
             mesh=mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
