@@ -280,7 +280,7 @@ def test_contents_are_copies(tmp_path):
     model.fit(np.ones((16, 4)), np.ones((16, 2)), verbose=0)
     assert contents is not None
     model_arrays = [
-        x for name, x in contents.arrays.items() if "/optimizer/" not in name
+        x.read() for name, x in contents.arrays.items() if "/optimizer/" not in name
     ]
     assert sorted(x.tobytes() for x in model_arrays) == sorted(
         x.tobytes() for x in expected

@@ -35,11 +35,6 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# If a checkpoint is deleted during a read, TensorStore may report its pending reads to
-# an event loop that Orbax has closed.
-@pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning"
-)
 @pytest.mark.parametrize("max_to_keep", [1, None])
 def test_evaluates_until_the_training_ends(tmp_path, capsys, max_to_keep):
     trained = model_of()

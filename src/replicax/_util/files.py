@@ -17,7 +17,6 @@ __all__ = [
     "caches_folder",
     "complete_folder",
     "free_bytes",
-    "full_disk_error",
     "leftovers",
     "part_of",
     "publish",
@@ -176,20 +175,10 @@ def why_not_written(error: BaseException, folder: Path, needs: str) -> str:
     `needs` states the size, such as `"its arrays have 100 bytes"`. The folder need not
     exist.
     """
-    number = full_disk_error(error)
-    if number is None:
+    if not isinstance(error, OSError) or error.errno not in _FULL:
         return reason(error)
     free = free_bytes(folder)
-    return f"{os.strerror(number)}: {needs}, and {folder} has {free:,} bytes free"
-
-
-def full_disk_error(error: BaseException) -> int | None:
-    """Return the error number of a full disk, quota or file system limit, or None."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number is None:  # TensorStore raises a ValueError.
-        code = re.search(r"\[os_error_code='(\d+)'", str(error))
-        number = int(code[1]) if code else None
-    return number if number in _FULL else None
+    return f"{os.strerror(error.errno)}: {needs}, and {folder} has {free:,} bytes free"
 
 
 def free_bytes(folder: Path) -> int:

@@ -1,99 +1,177 @@
-"""Writes and reads the arrays of a checkpoint with Orbax.
+"""The arrays of a checkpoint: shards in the memory of workers, or in their files.
 
-Import it late: Orbax takes long to import.
+Each worker writes the shards that it holds into a file of its own, the bytes of one
+after the other. The manifest lists the shards of each array, so that a part of an array
+is read without the rest.
 """
 
-import asyncio
-import logging
+import collections
+import dataclasses
+import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+from jax.sharding import Sharding
 
-__all__ = ["restore", "write"]
+from replicax._util.arrays import array_of, bytes_of
+from replicax._util.files import reason
+from replicax._util.types import JSONObject, Shape
+from replicax.errors import CheckpointError
 
-_READ_AT_ONCE = 4
-# TensorStore keeps written data in memory until a file is full, by default 2 GiB, and
-# reads in pieces of the same size.
-_FILE_BYTES = 64 << 20
+__all__ = ["Shard", "ShardedArray", "file_of", "from_table", "table_of", "write"]
+
+_BYTES_AT_ONCE = 16 << 20
 
 
-class _Arrays(ocp.type_handlers.NumpyHandler):
-    """Writes arrays without a copy, and reads a few at a time, to save memory.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """A part of an array.
 
-    After a failed write, it waits for the other writes. Otherwise TensorStore would
-    write into a folder that is already deleted.
+    Attributes:
+        worker: Index of the worker that writes it.
+        start: Index of its first element in the array.
+        shape: Its shape.
+        data: Its elements in memory, or its file; None in the memory of other workers.
+        offset: Where the shard begins in its file, in bytes.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._deepcopy_host_arrays = False  # Other Orbax releases copy.
+    worker: int
+    start: Shape
+    shape: Shape
+    data: np.ndarray | Path | None
+    offset: int = 0
 
-    async def deserialize(
-        self, infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Sequence[np.ndarray]:
-        arrays: list[np.ndarray] = []
-        for i in range(0, len(infos), _READ_AT_ONCE):
-            some = slice(i, i + _READ_AT_ONCE)
-            arrays += await super().deserialize(infos[some], args and args[some])
-        return arrays
-
-    async def _background_serialize(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            await super()._background_serialize(*args, **kwargs)
-        except Exception:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.gather(*others, return_exceptions=True)
-            raise
-
-
-def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name; the folder must not exist.
-
-    Raises:
-        Exception: Of various types, if the write fails.
-    """
-    logging.getLogger("absl").addFilter(_is_not_thread_traceback)  # Adds it only once.
-    with _checkpointer() as checkpointer:
-        checkpointer.save(
-            folder.absolute(),
-            ocp.args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=_FILE_BYTES),
+    def copy_to(self, part: np.ndarray, first: Sequence[int]) -> None:
+        """Copy the elements that are also in `part`, which begins at index `first`."""
+        begin = np.maximum(self.start, first)
+        end = np.minimum(np.add(self.start, self.shape), np.add(first, part.shape))
+        if (begin >= end).any():
+            return
+        source, target = (
+            tuple(map(slice, (begin - origin)[1:], (end - origin)[1:]))
+            for origin in (np.asarray(self.start), np.asarray(first))
         )
+        row_bytes = part.dtype.itemsize * math.prod(self.shape[1:])
+        step = max(1, _BYTES_AT_ONCE // row_bytes)
+        for row in range(begin[0], end[0], step):
+            stop = min(row + step, end[0])
+            rows = self._rows(row - self.start[0], stop - self.start[0], part.dtype)
+            part[(slice(row - first[0], stop - first[0]), *target)] = rows[:, *source]
+
+    def _rows(self, begin: int, end: int, dtype: np.dtype) -> np.ndarray:
+        if isinstance(self.data, np.ndarray):
+            return self.data.reshape(self.shape)[begin:end]
+        assert self.data is not None
+        row_bytes = dtype.itemsize * math.prod(self.shape[1:])
+        offset, count = self.offset + begin * row_bytes, (end - begin) * row_bytes
+        try:
+            data = np.fromfile(self.data, np.uint8, count, offset=offset)
+            return array_of(data, str(dtype), (end - begin, *self.shape[1:]))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {self.data.parent}: file {self.data.name} could not be "
+                f"read: {reason(error)}."
+            ) from error
 
 
-def restore(folder: Path) -> dict[str, np.ndarray]:
-    """Read all arrays.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardedArray:
+    """An array that consists of shards."""
 
-    Raises:
-        Exception: Of various types, if the read fails.
-    """
-    with _checkpointer() as checkpointer:
-        restored = checkpointer.restore(folder.absolute())
-    return {name: np.asarray(x) for name, x in restored.items()}
+    shape: Shape
+    dtype: np.dtype
+    shards: Sequence[Shard]
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> "ShardedArray":
+        """The array in one shard, which the first worker writes."""
+        start = (0,) * x.ndim
+        shard = Shard(worker=0, start=start, shape=x.shape, data=x)
+        return cls(x.shape, x.dtype, [shard])
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Copy a part of the array, by default all of it, from its shards.
+
+        Raises:
+            CheckpointError: If a file cannot be read.
+        """
+        slices = index or (slice(None),) * len(self.shape)
+        spans = [s.indices(n)[:2] for s, n in zip(slices, self.shape, strict=True)]
+        shape = [stop - start for start, stop in spans]
+        # Shards are copied by rows: a scalar has one.
+        part = np.empty(shape or 1, self.dtype)
+        for shard in self.shards:
+            shard = (
+                shard if shape else dataclasses.replace(shard, start=(0,), shape=(1,))
+            )
+            shard.copy_to(part, [start for start, _ in spans] or [0])
+        return part.reshape(shape)
+
+    def on_devices(self, sharding: Sharding) -> jax.Array:
+        """Place the array by a sharding; each device reads only its part.
+
+        Raises:
+            CheckpointError: If a file cannot be read.
+        """
+        indices = sharding.addressable_devices_indices_map(self.shape)
+        parts = [jax.device_put(self.read(i), device) for device, i in indices.items()]
+        return jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    """Make an Orbax checkpointer for this process alone."""
-    process = jax.process_index()
-    options = ocp.options.MultiprocessingOptions(
-        primary_host=process,
-        active_processes={process},
-        barrier_sync_key_prefix=f"replicax-{process}",
-    )
-    handlers = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, _Arrays()),
-        # No array is a jax.Array, but Orbax warns without a handler for them.
-        (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
-    )
-    handler = ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=options, type_handler_registry=handlers
-    )
-    return ocp.Checkpointer(handler, multiprocessing_options=options)
+def file_of(worker: int) -> str:
+    """Name of the file with the shards of a worker."""
+    return f"arrays-{worker}.bin"
 
 
-def _is_not_thread_traceback(record: logging.LogRecord) -> bool:
-    # Orbax raises the error; besides, it logs a traceback for each of its threads.
-    return "_SignalingThread.run() raised" not in str(record.msg)
+def write(folder: Path, arrays: Mapping[str, ShardedArray], worker: int) -> None:
+    """Write and fsync the file with the shards of one worker."""
+    with (folder / file_of(worker)).open("xb") as file:
+        for array in arrays.values():
+            for shard in array.shards:
+                if shard.worker == worker:
+                    assert isinstance(shard.data, np.ndarray)
+                    file.write(bytes_of(shard.data))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def table_of(arrays: Mapping[str, ShardedArray]) -> JSONObject:
+    """Describe the arrays, and where `write` puts each shard, for the manifest."""
+    table: JSONObject = {}
+    ends: collections.Counter[int] = collections.Counter()
+    for name, array in arrays.items():
+        shards: list[JSONObject] = []
+        for shard in array.shards:
+            fields = {"worker": shard.worker, "offset": ends[shard.worker]}
+            shards.append(fields | {"start": shard.start, "shape": shard.shape})
+            ends[shard.worker] += math.prod(shard.shape) * array.dtype.itemsize
+        dtype = str(array.dtype)
+        table[name] = {"shape": array.shape, "dtype": dtype, "shards": shards}
+    return table
+
+
+def from_table(folder: Path, table: JSONObject) -> dict[str, ShardedArray]:
+    """Return the arrays that `table_of` describes; they are in files of the folder."""
+    arrays: dict[str, ShardedArray] = {}
+    for name, entry in table.items():
+        shards = [
+            Shard(
+                worker=shard["worker"],
+                start=tuple(shard["start"]),
+                shape=tuple(shard["shape"]),
+                data=folder / file_of(shard["worker"]),
+                offset=shard["offset"],
+            )
+            for shard in entry["shards"]
+        ]
+        dtype = np.dtype(entry["dtype"])
+        arrays[name] = ShardedArray(tuple(entry["shape"]), dtype, shards)
+    return arrays

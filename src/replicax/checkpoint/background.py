@@ -1,37 +1,60 @@
 """Asynchronous saves: a thread writes during training; process exit waits for it."""
 
 import atexit
+import concurrent.futures
+import functools
 import logging
 import os
-import pickle
-import subprocess
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from replicax._util.files import FailedWrites
 from replicax.checkpoint import storage
 from replicax.checkpoint.storage import Contents
+from replicax.cluster import workers
 from replicax.errors import CheckpointError
 
-__all__ = ["BackgroundSave", "finish"]
+__all__ = ["BackgroundSave", "finish", "write"]
 
 _logger = logging.getLogger("replicax")
-
-_WRITE = (
-    "import pickle, sys; from replicax.checkpoint import storage; "
-    "storage.write(*pickle.load(sys.stdin.buffer))"
-)
-"""A program that reads a checkpoint from standard input and writes it to disk."""
 
 _unread: set["BackgroundSave"] = set()
 """Saves whose `error` was not called: process exit reports their errors."""
 
+_last: Future[None] | None = None
+
+
+def _submit(call: Callable[[], None]) -> Future[None]:
+    """Call a function in a thread, after the last one; process exit waits for it.
+
+    So all workers write their shards in the order of their saves.
+    """
+    global _last
+    executor = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
+    earlier = [] if _last is None else [_last]
+
+    def call_in_order() -> None:
+        concurrent.futures.wait(earlier)
+        earlier.clear()
+        call()
+
+    _last = executor.submit(call_in_order)
+    executor.shutdown(wait=False)
+    return _last
+
+
+def write(path: Path, contents: Contents) -> None:
+    """Write a checkpoint as `storage.write` does; a shared one after earlier saves."""
+    if contents.is_shared:
+        _submit(functools.partial(storage.write, path, contents)).result()
+    else:
+        storage.write(path, contents)
+
 
 class BackgroundSave:
-    """A thread that writes one checkpoint; `contents` must not change meanwhile.
+    """A write of one checkpoint by the thread; `contents` must not change meanwhile.
 
     Before the write the thread deletes the `partial` folders of incomplete saves, to
     make room, and after the write the `outdated` checkpoints.
@@ -50,31 +73,29 @@ class BackgroundSave:
         def save() -> None:
             _remove(partial)
             try:
-                _write(path, contents)
+                storage.write(path, contents)
             except CheckpointError as error:
-                failed.add(str(error))
+                if workers.current().is_chief:
+                    failed.add(str(error))
                 raise
             failed.reset(f"checkpoint {path}")
             _remove(outdated)
 
-        executor = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
-        self._future: Future[None] = executor.submit(save)
+        self._future = _submit(save)
         # Last: process exit waits for the future of each registered save.
         _unread.add(self)
-        executor.shutdown(wait=False)
 
     def error(self) -> str | None:
         """Wait and return the error; afterwards process exit does not report it."""
         problem = self.wait()
         _unread.discard(self)
-        return problem
+        if problem is None or isinstance(problem, CheckpointError):
+            return None if problem is None else str(problem)
+        raise problem
 
-    def wait(self) -> str | None:
+    def wait(self) -> BaseException | None:
         """Wait until the write has ended; return the error or None."""
-        error = self._future.exception()
-        if error is None or isinstance(error, CheckpointError):
-            return None if error is None else str(error)
-        raise error
+        return self._future.exception()
 
 
 def finish(folder: Path) -> None:
@@ -82,36 +103,6 @@ def finish(folder: Path) -> None:
     for save in list(_unread):
         if save.path.parent == folder:
             save.wait()
-
-
-def _write(path: Path, contents: Contents) -> None:
-    try:
-        storage.write(path, contents)
-    except CheckpointError as error:
-        # After the script's end, Python 3.12 and later start no threads for Orbax.
-        if threading.main_thread().is_alive():
-            raise
-        _logger.info("%s Retrying in a separate process.", error)
-        _write_in_process(path, contents)
-
-
-def _write_in_process(path: Path, contents: Contents) -> None:
-    environ = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",  # The script's process uses the accelerators.
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    ended = subprocess.run(
-        [sys.executable, "-c", _WRITE],
-        input=pickle.dumps((path.absolute(), contents)),
-        env=environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        check=False,
-    )
-    if ended.returncode:
-        text = ended.stderr.decode(errors="replace")
-        raise CheckpointError(text.rpartition("CheckpointError: ")[-1].strip())
 
 
 def _remove(paths: Sequence[Path]) -> None:
@@ -122,13 +113,8 @@ def _remove(paths: Sequence[Path]) -> None:
             _logger.warning("%s", error)
 
 
-def _finish_saves() -> None:
-    for save in list(_unread):
-        save.wait()
-
-
 def _report_lost_saves() -> None:
-    lost = [problem for save in list(_unread) if (problem := save.wait())]
+    lost = [str(problem) for save in list(_unread) if (problem := save.wait())]
     if not lost:
         return
     print(
@@ -141,7 +127,4 @@ def _report_lost_saves() -> None:
     os._exit(1)
 
 
-# At exit Python stops its thread pools, which Orbax uses, before it waits for threads.
-# Python calls these hooks in reverse order, so this one runs before the pools stop.
-threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]
 atexit.register(_report_lost_saves)

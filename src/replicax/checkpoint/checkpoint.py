@@ -11,7 +11,8 @@ import keras
 
 from replicax._private import keras as internals
 from replicax._util.types import JSON, JSONObject, PyTree
-from replicax.checkpoint import storage
+from replicax.checkpoint import background, storage
+from replicax.checkpoint.arrays import ShardedArray
 from replicax.checkpoint.entries import (
     ArrayEntry,
     Entry,
@@ -25,6 +26,7 @@ from replicax.checkpoint.entries import (
 from replicax.checkpoint.restore import RestoreStatus, compare, set_arrays
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
+from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 from replicax.errors import CheckpointError
 
@@ -39,7 +41,8 @@ class Checkpoint:
     (TF: `tf.train.Checkpoint`.) A restore changes Keras and NNX objects in place. It
     replaces numbers, strings, arrays and pytrees of them, such as Flax' `TrainState`:
     read these from the checkpoint, as in `checkpoint.step`.
-    In a cluster all workers make the same calls; worker 0 writes, all read.
+    In a cluster all workers make the same calls. Worker 0 writes the arrays that each
+    device has a copy of; of sharded arrays each worker writes its shards.
 
     Args:
         root: One object, saved under the name `root`, as in TF.
@@ -92,8 +95,8 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str]) -> str:
         """Save under `path` and an increasing number: `ckpt-1`, `ckpt-2`, ...
 
-        Worker 0 returns after fsync; the others do not wait. `CheckpointManager` saves
-        asynchronously.
+        Worker 0 returns after fsync; the others do not wait for it. `CheckpointManager`
+        saves asynchronously.
 
         Args:
             path: Folder and prefix of the name.
@@ -111,7 +114,8 @@ class Checkpoint:
         """Save at exactly this path, replacing an older checkpoint.
 
         Args:
-            path: The path of the checkpoint, a folder.
+            path: The path of the checkpoint, a folder. Workers with shards write into
+                the folder of worker 0.
 
         Returns:
             The path.
@@ -121,7 +125,7 @@ class Checkpoint:
         """
         contents = self.contents()
         if contents is not None:
-            storage.write(Path(path), contents)
+            background.write(Path(path), contents)
         return os.fspath(path)
 
     def restore(self, path: str | os.PathLike[str] | None) -> "RestoreStatus":
@@ -150,27 +154,30 @@ class Checkpoint:
     read = restore
 
     def contents(self) -> Contents | None:
-        """Copy all values to the host on worker 0; return None on other workers.
+        """Copy what this worker writes to the host; None if it writes nothing.
 
         In a cluster all workers must call this: it gathers the states of their
-        iterators and sharded arrays.
+        iterators.
         """
         worker = workers.current()
         entries = self._entries()
         arrays = [entry for entry in entries if isinstance(entry, ArrayEntry)]
         values = _worker_values(worker, entries)
-        on_host = to_host(arrays, wanted=worker.is_chief)
-        if not worker.is_chief:
-            return None
+        copies = to_host(arrays, is_chief=worker.is_chief)
         for entry in entries:
-            if isinstance(entry, RemoteEntries):
-                arrays_there = entry.read()
-                on_host |= {entry.name + n: array for n, array in arrays_there.items()}
-        return Contents(
-            arrays=on_host,
+            if isinstance(entry, RemoteEntries) and worker.is_chief:
+                copies |= {
+                    entry.name + name: ShardedArray.of(array)
+                    for name, array in entry.read().items()
+                }
+        contents = Contents(
+            arrays=copies,
             values=values,
             labels={entry.name: entry.label for entry in arrays},
         )
+        if contents.is_shared and worker.log is not None:
+            worker.log.note(Operation("a save of sharded arrays", b"save;"))
+        return contents if worker.is_chief or contents.is_shared else None
 
     def apply(self, contents: Contents, path: str) -> "RestoreStatus":
         """Set the objects to the `contents` read from `path`."""

@@ -4,6 +4,7 @@ An entry has functions to read and to write a part of an object.
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeAlias
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding
 from replicax._private import keras as internals
 from replicax._util import json_codec
 from replicax._util.types import JSON, PyTree
+from replicax.checkpoint.arrays import Shard, ShardedArray
 from replicax.checkpoint.nnx_variables import is_nnx_object, variables_of
 from replicax.checkpoint.variable_names import HasVariables, named_variables
 from replicax.engine import device_put
@@ -47,7 +49,9 @@ class ArrayEntry:
         shape: The required shape.
         dtype: The required dtype.
         read: Returns the array, on the devices or the host.
-        write: Sets the array from a host array of that shape and dtype.
+        write: Sets the array to one of that shape and dtype: on the host, or in its
+            sharding.
+        sharding: Returns the sharding of an array that devices hold parts of, or None.
         in_tree: Whether the array is a leaf of a pytree or an NNX object. A checkpoint
             without some of these leaves is an error.
     """
@@ -57,7 +61,8 @@ class ArrayEntry:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray | jax.Array]
-    write: Callable[[np.ndarray], None]
+    write: Callable[[np.ndarray | jax.Array], None]
+    sharding: Callable[[], NamedSharding | None] = lambda: None
     in_tree: bool = True
 
 
@@ -234,6 +239,7 @@ def _variable_entry(name: str, variable: keras.Variable) -> ArrayEntry:
         dtype=str(jax.dtypes.canonicalize_dtype(variable.dtype)),
         read=read,
         write=lambda x: internals.set_value(variable, x),
+        sharding=lambda: _sharding_of(internals.own_value(variable)),
         in_tree=False,
     )
 
@@ -278,9 +284,11 @@ def _jax_entry(
             )
         return leaf
 
-    def write(x: np.ndarray) -> None:
+    def write(x: np.ndarray | jax.Array) -> None:
         # A copy: JAX may keep using the NumPy array's memory.
-        if not isinstance(leaf.sharding, NamedSharding):
+        if isinstance(x, jax.Array):
+            put(x)
+        elif not isinstance(leaf.sharding, NamedSharding):
             put(jax.device_put(x.copy(), leaf.sharding if is_committed else None))
         elif not device_put.has_no_devices(leaf.sharding):
             put(device_put.laid_out(x.copy(), leaf.sharding))
@@ -292,7 +300,15 @@ def _jax_entry(
         dtype=str(leaf.dtype),
         read=read,
         write=write,
+        sharding=lambda: _sharding_of(leaf),
     )
+
+
+def _sharding_of(value: PyTree) -> NamedSharding | None:
+    """The sharding of an array that devices hold parts of; None for other arrays."""
+    sharding = getattr(value, "sharding", None)
+    is_split = isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
+    return sharding if is_split and not device_put.has_no_devices(sharding) else None
 
 
 def _key_data(
@@ -313,38 +329,58 @@ def _key_data(
 
 
 def to_host(
-    entries: Iterable[ArrayEntry], *, wanted: bool = True
-) -> dict[str, np.ndarray]:
-    """Copy the entries' arrays to the host; the next step may donate the originals.
+    entries: Iterable[ArrayEntry], *, is_chief: bool
+) -> dict[str, ShardedArray]:
+    """Copy the arrays to the host; the next step may donate the originals.
 
-    Mirrored arrays are copied from one device, without communication. Arrays that are
-    sharded over processes are gathered, one at a time, so all processes must call this
-    for the same entries; processes without `wanted` get no copies.
+    Nothing is communicated. Each shard is copied once: of an array that several workers
+    have parts of, each of them copies its own; all others are copied by the chief.
     """
-    spread, here = [], {}
-    for entry in entries:
-        x = entry.read()
-        if device_put.is_spread(x):
-            spread.append((entry.name, x))
-        elif wanted:
-            here[entry.name] = _one_copy(entry, x)
-    for x in here.values():
-        if isinstance(x, jax.Array):
-            x.copy_to_host_async()
-    copies = {name: np.array(x) for name, x in here.items()}
-    for name, x in spread:
-        whole = device_put.gathered(x)
-        if wanted:
-            copies[name] = np.array(whole)
-    return copies
+    values = {entry.name: entry.read() for entry in entries}
+    shards = {name: _shards_of(x, is_chief=is_chief) for name, x in values.items()}
+    for _, data in itertools.chain(*shards.values()):
+        if isinstance(data, jax.Array):
+            data.copy_to_host_async()
+    arrays: dict[str, ShardedArray] = {}
+    for name, x in values.items():
+        copies = [
+            dataclasses.replace(shard, data=np.array(data))
+            if data is not None
+            else shard
+            for shard, data in shards[name]
+        ]
+        arrays[name] = ShardedArray(tuple(x.shape), np.dtype(x.dtype), copies)
+    return arrays
 
 
-def _one_copy(entry: ArrayEntry, x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    if not isinstance(x, jax.Array):
-        return x
-    if x.is_fully_replicated or not entry.shape or x.size == 0:
-        return x.addressable_data(0)
-    return x
+_Data: TypeAlias = np.ndarray | jax.Array | None
+
+
+def _shards_of(
+    x: np.ndarray | jax.Array, *, is_chief: bool
+) -> list[tuple[Shard, _Data]]:
+    """Divide an array into shards, and return them with the data that is here.
+
+    Each shard has one worker that writes it. Elsewhere its data is None.
+    """
+    if not isinstance(x, jax.Array) or x.is_fully_replicated or not x.size:
+        data = x.addressable_data(0) if isinstance(x, jax.Array) else x
+        shard = Shard(worker=0, start=(0,) * x.ndim, shape=tuple(x.shape), data=None)
+        return [(shard, data if is_chief else None)]
+    shards: list[tuple[Shard, _Data]] = []
+    for part in x.global_shards:
+        if part.replica_id:
+            continue
+        spans = [s.indices(n)[:2] for s, n in zip(part.index, x.shape, strict=True)]
+        shard = Shard(
+            worker=0 if x.is_fully_addressable else part.device.process_index,
+            start=tuple(start for start, _ in spans),
+            shape=tuple(stop - start for start, stop in spans),
+            data=None,
+        )
+        is_own = is_chief or not x.is_fully_addressable
+        shards.append((shard, part.data if is_own else None))
+    return shards
 
 
 def encode(value: PyTree, name: str) -> JSON:

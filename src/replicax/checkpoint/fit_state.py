@@ -56,7 +56,9 @@ class FitState(Checkpoint):
         for name, array in contents.arrays.items():
             if name.startswith("best_weights/"):
                 _, callback, index = name.split("/")
-                weights.setdefault(callback, {})[int(index)] = np.empty_like(array)
+                weights.setdefault(callback, {})[int(index)] = np.empty(
+                    array.shape, array.dtype
+                )
         self.best_weights = {
             callback: [arrays[i] for i in range(len(arrays))]
             for callback, arrays in weights.items()

@@ -28,8 +28,6 @@ _logger = logging.getLogger("replicax")
 FINISHED = "FINISHED"
 """File that marks a finished run, beside its checkpoints; it names the last one."""
 
-_SAVE_TIMEOUT_SECONDS = 1800.0
-
 
 class CheckpointManager:
     """Saves numbered checkpoints in a folder and keeps the newest ones.
@@ -37,7 +35,7 @@ class CheckpointManager:
     (TF: `tf.train.CheckpointManager`.) `save` copies the values to the host; a thread
     writes them, and the next `save` waits for the thread. In a cluster all workers make
     the same calls, and use the folder of worker 0, which must be on storage that all of
-    them mount.
+    them mount. Each worker writes the shards that it holds, and worker 0 the rest.
 
     Args:
         checkpoint: The checkpoint to save.
@@ -84,6 +82,7 @@ class CheckpointManager:
         self._directory = Path(directory)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
+        self._names = rf"{re.escape(checkpoint_name)}-\d+"
         self._init_fn = init_fn
         self._worker = workers.current()
         self._pending: BackgroundSave | Path | None = None
@@ -150,8 +149,10 @@ class CheckpointManager:
         if contents is None:
             self._pending = path
         else:
-            _, outdated = self._split_outdated(path)
-            partial = leftovers(self._directory, rf"{re.escape(self._name)}-\d+")
+            partial, outdated = [], []
+            if self._worker.is_chief:
+                _, outdated = self._split_outdated(path)
+                partial = leftovers(self._directory, self._names)
             self._pending = BackgroundSave(
                 path, contents, partial, outdated, self._failed_writes
             )
@@ -210,36 +211,37 @@ class CheckpointManager:
                 + " ".join(problems)
                 + f" Delete {self._directory} to start from the beginning."
             )
-        if path is None:
+        if path is None or contents is None:
             if self._init_fn is not None:
                 self._init_fn()
             return None
-        self._checkpoint.apply(contents or storage.read(path), os.fspath(path))
+        self._checkpoint.apply(contents, os.fspath(path))
         return os.fspath(path)
 
     def _newest_undamaged(self) -> tuple[Path | None, Contents | None, list[str]]:
         """Return the newest undamaged checkpoint, and the errors of newer ones.
 
-        Worker 0 chooses it for all workers, and is the only one with its contents.
+        Each worker verifies its share of the files.
         """
-        name, contents, problems = None, None, []
-        for path in reversed(self._paths) if self._worker.is_chief else ():
+        problems: list[str] = []
+        share = (self._worker.index, self._worker.count)
+        for path in reversed(self._paths):
+            contents, problem = None, None
             try:
-                name, contents = path.name, storage.read(path)
-                break
+                contents = storage.read(path, share)
             except CheckpointError as error:
-                _logger.warning("%s It is skipped.", error)
-                problems.append(str(error))
-        if self._worker.count > 1:
-            choices = self._worker.exchange(
-                "replicax.checkpoint.newest", [name, problems]
+                problem = str(error)
+            found = self._worker.exchange(
+                "replicax.checkpoint.newest", problem, storage.TIMEOUT_SECONDS
             )
-            name, problems = choices[0]
-        if name is None:
-            return None, None, problems
-        newest = self._directory / name
-        self._paths = self._paths[: self._paths.index(newest) + 1]
-        return newest, contents, problems
+            damage = next(filter(None, found), None)
+            if damage is None:
+                self._paths = self._paths[: self._paths.index(path) + 1]
+                return path, contents, problems
+            if self._worker.is_chief:
+                _logger.warning("%s It is skipped.", damage)
+            problems.append(damage)
+        return None, None, problems
 
     def _await_save(self) -> None:
         """Wait for the save in progress; worker 0 sends its result to the others."""
@@ -251,7 +253,7 @@ class CheckpointManager:
         problem = pending.error() if is_writer else None
         if self._worker.count > 1:
             problem = self._worker.exchange(
-                "replicax.checkpoint.outcome", problem, _SAVE_TIMEOUT_SECONDS
+                "replicax.checkpoint.outcome", problem, storage.TIMEOUT_SECONDS
             )[0]
         self._last_failure = problem
         if problem is None:

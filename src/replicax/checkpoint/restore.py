@@ -171,15 +171,16 @@ def set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
     for entry in entries:
         if isinstance(entry, ArrayEntry):
             if entry.name in arrays:
-                entry.write(arrays[entry.name])
+                saved, sharding = arrays[entry.name], entry.sharding()
+                entry.write(saved.on_devices(sharding) if sharding else saved.read())
             elif entry.name in values:
                 entry.write(np.asarray(values[entry.name], entry.dtype))
         elif isinstance(entry, ValueEntry):
             if entry.name in arrays:
-                entry.write(arrays[entry.name].item())
+                entry.write(arrays[entry.name].read().item())
         elif isinstance(entry, RemoteEntries):
             prefix = entry.name
-            below = {n: x for n, x in arrays.items() if n.startswith(prefix)}
+            below = {n: x.read() for n, x in arrays.items() if n.startswith(prefix)}
             entry.write({n.removeprefix(prefix): x for n, x in below.items()})
 
 

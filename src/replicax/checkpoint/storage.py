@@ -1,18 +1,20 @@
 """Reads and writes checkpoints on disk: atomic folders with checksums.
 
     ckpt-7/
-      arrays/         the arrays, in Orbax' format
-      manifest.json   checksums of all files, arrays' shapes and dtypes, plain values
+      arrays-0.bin    the shards of worker 0
+      arrays-1.bin    the shards of worker 1, if it holds any
+      manifest.json   checksums of all files, where each shard is, plain values
 
-A writer fills a temporary folder, the manifest last, calls fsync and renames it. Only
-one process writes, so there is no barrier.
+The chief makes a temporary folder, which the workers fill. When all have finished, it
+writes the manifest, calls fsync and renames the folder.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import numpy as np
+from typing import TypeVar
 
 from replicax._util.files import (
     complete_folder,
@@ -23,17 +25,31 @@ from replicax._util.files import (
     temporary_folder,
     why_not_written,
 )
-from replicax._util.manifest import FolderFormat
+from replicax._util.manifest import FolderFormat, fingerprint
 from replicax._util.types import JSONObject
 from replicax._util.waiting import Announced
-from replicax.errors import CheckpointError
+from replicax.checkpoint import arrays
+from replicax.checkpoint.arrays import ShardedArray
+from replicax.cluster import workers
+from replicax.errors import CheckpointError, ClusterError
 
-__all__ = ["Contents", "read", "remove", "write"]
+__all__ = [
+    "TIMEOUT_SECONDS",
+    "Contents",
+    "ShardedArray",
+    "read",
+    "remove",
+    "write",
+]
 
-_ARRAYS = "arrays"
+TIMEOUT_SECONDS = 1800.0
+"""The longest wait of workers for each other while they write or check files."""
+
 _FORMAT = FolderFormat(
-    "checkpoint", "replicax-checkpoint", 1, "Use an earlier checkpoint."
+    "checkpoint", "replicax-checkpoint", 2, "Use an earlier checkpoint."
 )
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,54 +57,117 @@ class Contents:
     """The contents of a checkpoint.
 
     Attributes:
-        arrays: Host arrays by name.
+        arrays: Arrays by name.
         values: JSON values by name.
         labels: Paths of variables by the names of their arrays, for messages.
     """
 
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, ShardedArray]
     values: JSONObject
     labels: Mapping[str, str]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several workers hold the arrays, and all must write."""
+        return any(shard.worker for x in self.arrays.values() for shard in x.shards)
 
 
 def write(path: Path, contents: Contents) -> None:
     """Write a checkpoint atomically, replacing an older one at `path`.
 
+    If its contents are shared, all workers must call this; they write into the folder
+    of the chief.
+
     Raises:
         CheckpointError: If it cannot be written. The older checkpoint stays.
+        ClusterError: If a worker does not take part within the deadline.
     """
     try:
-        with temporary_folder(part_of(path)) as part:
-            not_empty = {name: x for name, x in contents.arrays.items() if x.size}
-            if not_empty:  # Orbax cannot write empty arrays.
-                # Orbax takes long to import.
-                from replicax.checkpoint import arrays
-
-                arrays.write(part / _ARRAYS, not_empty)
-            shapes = {
-                name: {"shape": list(x.shape), "dtype": str(x.dtype)}
-                for name, x in contents.arrays.items()
-            }
-            manifest: JSONObject = {
-                "arrays": shapes,
-                "values": dict(contents.values),
-                "labels": dict(contents.labels),
-            }
-            _FORMAT.write_manifest(part, manifest)  # With the files' checksums.
-            publish(part, path, replace=True)
-    # Orbax and TensorStore report a full disk in exceptions of many kinds.
+        _write(path, contents)
+    except ClusterError:
+        raise
     except Exception as error:
-        size = sum(x.nbytes for x in contents.arrays.values())
-        needs = f"its arrays have {size:,} bytes before compression"
         raise CheckpointError(
-            f"checkpoint {path}: could not be written: "
-            f"{why_not_written(error, path.parent, needs)}. Checkpoints written before "
-            "are untouched. Make room, or use another folder."
+            f"checkpoint {path}: could not be written: {_why(error, path, contents)}. "
+            "Checkpoints written before are untouched. Make room, or use another "
+            "folder."
         ) from error
 
 
-def read(path: Path) -> Contents:
-    """Read a checkpoint and verify its checksums.
+def _write(path: Path, contents: Contents) -> None:
+    worker = workers.current()
+    index = worker.index if contents.is_shared else 0
+    with contextlib.ExitStack() as folders:
+
+        def make_folder() -> str:
+            if not index:
+                folders.enter_context(temporary_folder(part_of(path)))
+            return os.fspath(path.absolute())
+
+        def write_shards() -> JSONObject:
+            arrays.write(part, contents.arrays, index)
+            return fingerprint(part / arrays.file_of(index))
+
+        def call(name: str, step: Callable[[], T]) -> list[T]:
+            if not contents.is_shared:
+                return [step()]
+            return _on_all_workers(name, step, lambda e: _why(e, path, contents))
+
+        path = Path(call("folder", make_folder)[0])
+        part = part_of(path)
+        fingerprints = call("shards", write_shards)
+        if index:
+            return
+        files = {arrays.file_of(i): x for i, x in enumerate(fingerprints)}
+        for i, (name, expected) in enumerate(files.items()):
+            if (part / name).stat().st_size != expected["bytes"]:
+                raise CheckpointError(f"file {name} of {worker.names[i]} is incomplete")
+        manifest: JSONObject = {
+            "arrays": arrays.table_of(contents.arrays),
+            "values": dict(contents.values),
+            "labels": dict(contents.labels),
+        }
+        _FORMAT.write_manifest(part, manifest, files)
+        publish(part, path, replace=True)
+
+
+def _on_all_workers(
+    name: str, step: Callable[[], T], why: Callable[[Exception], str]
+) -> list[T]:
+    """Call a step on each worker, and return all results; raise if it fails on any."""
+    worker = workers.current()
+    result, problem, cause = None, None, None
+    try:
+        result = step()
+    except Exception as error:  # noqa: BLE001 The other workers raise it as well.
+        problem, cause = why(error), error
+    outcomes = worker.exchange(
+        f"replicax.checkpoint.{name}",
+        [result, problem],
+        TIMEOUT_SECONDS,
+        what=f"the {name} of a checkpoint",
+        in_order=False,
+    )
+    problems = [
+        f"{task}: {problem}"
+        for task, (_, problem) in zip(worker.names, outcomes, strict=True)
+        if problem is not None
+    ]
+    if problems:
+        raise CheckpointError("; ".join(problems)) from cause
+    return [result for result, _ in outcomes]
+
+
+def _why(error: Exception, path: Path, contents: Contents) -> str:
+    size = sum(x.nbytes for x in contents.arrays.values())
+    return why_not_written(error, path.parent, f"its arrays have {size:,} bytes")
+
+
+def read(path: Path, share: tuple[int, int] = (0, 1)) -> Contents:
+    """Read a checkpoint's manifest, and verify the checksums of its files.
+
+    The arrays are read later, when they are needed. With `share`, (index, count), this
+    verifies every count-th file only; other workers verify the rest.
 
     Raises:
         CheckpointError: If it is missing or damaged. The message names the file.
@@ -100,16 +179,9 @@ def read(path: Path) -> Contents:
                 f"checkpoint {path}: there is nothing at this path. Several "
                 "workers need a folder on storage that all of them mount."
             )
-        manifest = _FORMAT.read_manifest(path)
-        arrays = {
-            name: np.zeros(entry["shape"], entry["dtype"])
-            for name, entry in manifest["arrays"].items()
-            if 0 in entry["shape"]
-        }
-        if len(arrays) < len(manifest["arrays"]):
-            arrays |= _restore_arrays(path)
+        manifest = _FORMAT.read_manifest(path, share)
     return Contents(
-        arrays={name: arrays[name] for name in manifest["arrays"]},
+        arrays=arrays.from_table(path, manifest["arrays"]),
         values=manifest["values"],
         labels=manifest["labels"],
     )
@@ -127,13 +199,3 @@ def remove(path: Path) -> None:
         raise CheckpointError(
             f"checkpoint {path}: could not be deleted: {reason(error)}."
         ) from error
-
-
-def _restore_arrays(path: Path) -> dict[str, np.ndarray]:
-    from replicax.checkpoint import arrays
-
-    try:
-        return arrays.restore(path / _ARRAYS)
-    # As for writing: many kinds of exceptions.
-    except Exception as error:
-        raise _FORMAT.damaged(path, _ARRAYS, reason(error)) from error

@@ -150,7 +150,7 @@ def restore_for_evaluation(
 def saved_variables(path: str) -> dict[str, np.ndarray]:
     """Read the variables in a checkpoint by name, with `global_step`."""
     return {
-        name.removeprefix(_VARIABLES): array
+        name.removeprefix(_VARIABLES): array.read()
         for name, array in storage.read(Path(path)).arrays.items()
         if name.startswith(_VARIABLES) or name == "global_step"
     }

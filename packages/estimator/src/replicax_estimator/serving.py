@@ -51,12 +51,13 @@ class Artifact:
 
 def write(base: Path, artifact: Artifact) -> Path:
     """Write a saved model atomically into a new folder in `base`; return its path."""
-    arrays = {_VARIABLES + name: value for name, value in artifact.variables.items()}
+    arrays = {_VARIABLES + n: np.asarray(x) for n, x in artifact.variables.items()}
     for name, program in artifact.programs.items():
         arrays[_PROGRAMS + name] = np.frombuffer(program, "uint8")
     path = _new_folder(base)
     values = {"saved_model": artifact.contents}
-    storage.write(path, storage.Contents(arrays=arrays, values=values, labels={}))
+    shards = {name: storage.ShardedArray.of(x) for name, x in arrays.items()}
+    storage.write(path, storage.Contents(arrays=shards, values=values, labels={}))
     return path
 
 
@@ -104,11 +105,11 @@ def read(path: Path) -> Artifact:
     stored = storage.read(path)
     contents = stored.values["saved_model"]
     programs = {
-        name: stored.arrays[_PROGRAMS + name].tobytes()
+        name: stored.arrays[_PROGRAMS + name].read().tobytes()
         for name in contents["signatures"]
     }
     variables = {
-        name.removeprefix(_VARIABLES): array
+        name.removeprefix(_VARIABLES): array.read()
         for name, array in stored.arrays.items()
         if name.startswith(_VARIABLES)
     }
