@@ -380,7 +380,8 @@ def _shards_of(
         )
         is_own = is_chief or not x.is_fully_addressable
         shards.append((shard, part.data if is_own else None))
-    return shards
+    # The chief must know the order in a worker's file, but JAX lists a set of devices.
+    return sorted(shards, key=lambda pair: pair[0].start)
 
 
 def encode(value: PyTree, name: str) -> JSON:
