@@ -5,9 +5,11 @@ They may also use these attributes of a strategy: `input_context`, `workers.coun
 newer values, and `home.settle()`, which waits for the servers.
 """
 
+# Raises unless a value is a path in a mounted file system.
 # The `keras.StatelessScope` of a trace; sets a variable's value or initial value.
 from replicax._private.keras import current_scope as current_scope
 from replicax._private.keras import set_value as set_value
+from replicax._util.arguments import require_path as require_path
 
 # Replaces the devices of all strategies, also those that a script names.
 from replicax._util.stand_ins import using_devices as using_devices

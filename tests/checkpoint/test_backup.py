@@ -113,6 +113,15 @@ def check(
     assert not folder.exists()
 
 
+def test_other_files_in_the_folder_stay(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    (tmp_path / "backup-best").mkdir()
+    outcome(arrays, [BackupAndRestore(tmp_path, 4)])
+    assert sorted(os.listdir(tmp_path)) == ["backup-best", "notes"]
+    assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
+
+
 def slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 

@@ -54,6 +54,7 @@ def test_without_workers(monkeypatch):
     ("options", "message"),
     [
         ({"max_staleness": -1}, "max_staleness=-1"),
+        ({"snapshot_dir": "s3://bucket/a"}, "snapshot_dir .* 's3://bucket/a'"),
         ({"overlap": True, "max_staleness": 1}, "overlap=True begins"),
         ({"compression": "float16"}, "None or 'bfloat16'; got 'float16'"),
     ],

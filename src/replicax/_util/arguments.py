@@ -42,9 +42,19 @@ def require_flag(value: object, what: str) -> None:
 
 
 def require_path(value: object, what: str) -> None:
-    """Raise a `TypeError` unless `value` is a path."""
+    """Raise a `TypeError` unless `value` is a path, a `ValueError` if it is a URL.
+
+    A URL such as `gs://bucket/run` would be a local folder `gs:`.
+    """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{what} must be a path; got {value!r}. Write a string.")
+    if re.match(r"[a-zA-Z][\w+.-]*:/", os.fspath(value)):
+        raise ValueError(
+            f"{what} must be a path of a mounted file system; got "
+            f"{os.fspath(value)!r}. A bucket has no rename, which makes a save atomic. "
+            "Mount it, with gcsfuse or Mountpoint for Amazon S3 for example, and pass "
+            "the folder."
+        )
 
 
 def require_instance(value: object, kind: type, what: str, example: str) -> None:

@@ -128,6 +128,7 @@ def remove_folder(path: Path) -> None:
     Another process may have deleted it already. `OSError`: it cannot be deleted.
     """
     part = part_of(path)
+    _delete(_old_of(path))
     with contextlib.suppress(FileNotFoundError):
         _delete(part)
         path.rename(part)

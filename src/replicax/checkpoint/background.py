@@ -16,7 +16,7 @@ from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.errors import CheckpointError
 
-__all__ = ["BackgroundSave", "finish", "write"]
+__all__ = ["BackgroundSave", "finish", "remove", "write"]
 
 _logger = logging.getLogger("replicax")
 
@@ -71,7 +71,7 @@ class BackgroundSave:
         self.path = path
 
         def save() -> None:
-            _remove(partial)
+            remove(partial)
             try:
                 storage.write(path, contents)
             except CheckpointError as error:
@@ -79,7 +79,7 @@ class BackgroundSave:
                     failed.add(str(error))
                 raise
             failed.reset(f"checkpoint {path}")
-            _remove(outdated)
+            remove(outdated)
 
         self._future = _submit(save)
         # Last: process exit waits for the future of each registered save.
@@ -105,7 +105,8 @@ def finish(folder: Path) -> None:
             save.wait()
 
 
-def _remove(paths: Sequence[Path]) -> None:
+def remove(paths: Sequence[Path]) -> None:
+    """Delete checkpoints and temporary folders; log those that cannot be deleted."""
     for path in paths:
         try:
             storage.remove(path)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -50,7 +49,8 @@ class BackupAndRestore(LateCallback):
         save_freq: `"epoch"`, a number of batches, or False: on SIGTERM only.
         max_to_keep: Number of backups to keep. If the newest is damaged, `fit`
             continues from an older one.
-        delete_checkpoint: Whether to delete the backups at the end of `fit`.
+        delete_checkpoint: Whether to delete the backups at the end of `fit`, and then
+            the folder if it is empty.
 
     If a backup cannot be written, for example on a full disk, training continues, and a
     warning at the end of `fit` names the last complete backup.
@@ -202,8 +202,7 @@ class BackupAndRestore(LateCallback):
                 self.backup_dir,
                 error,
             )
-        if self._worker.is_chief:
-            shutil.rmtree(self.backup_dir, ignore_errors=True)
+        self._manager.clear()
 
     def _is_due(self) -> bool:
         every = self.save_freq

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import keras
 
 from replicax._private import keras as internals
+from replicax._util.arguments import require_path
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.checkpoint import background, storage
 from replicax.checkpoint.arrays import ShardedArray
@@ -107,6 +108,7 @@ class Checkpoint:
         Raises:
             CheckpointError: If it cannot be written.
         """
+        require_path(path, "Checkpoint.save: path")
         self.save_counter += 1
         return self.write(f"{os.fspath(path)}-{self.save_counter}")
 
@@ -123,6 +125,7 @@ class Checkpoint:
         Raises:
             CheckpointError: If it cannot be written.
         """
+        require_path(path, "Checkpoint.write: path")
         contents = self.contents()
         if contents is not None:
             background.write(Path(path), contents)
@@ -149,6 +152,7 @@ class Checkpoint:
         """
         if path is None:
             return RestoreStatus("None", missing=self._names).expect_partial()
+        require_path(path, "Checkpoint.restore: path")
         return self.apply(storage.read(Path(path)), os.fspath(path))
 
     read = restore

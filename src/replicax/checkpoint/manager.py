@@ -1,5 +1,6 @@
 """`CheckpointManager`: numbered checkpoints in a folder, saved asynchronously."""
 
+import contextlib
 import json
 import logging
 import os
@@ -190,6 +191,19 @@ class CheckpointManager:
         self._directory.mkdir(parents=True, exist_ok=True)
         write_whole(self._directory / FINISHED, json.dumps({"checkpoint": last}))
 
+    def clear(self) -> None:
+        """Delete the checkpoints, and then the folder if it is empty.
+
+        Other files in the folder stay. A checkpoint that cannot be deleted is logged.
+        """
+        self._await_save()
+        if self._worker.is_chief:
+            paths = numbered_checkpoints(self._directory, self._name)
+            background.remove([*leftovers(self._directory, self._names), *paths])
+            with contextlib.suppress(OSError):
+                self._directory.rmdir()
+        self._paths = []
+
     def restore_or_initialize(self) -> str | None:
         """Restore the newest undamaged checkpoint, or call `init_fn`.
 
@@ -290,6 +304,7 @@ def latest_checkpoint(
         >>> rx.latest_checkpoint(folder) == path
         True
     """
+    require_path(directory, "latest_checkpoint: directory")
     paths = numbered_checkpoints(Path(directory), checkpoint_name)
     return os.fspath(paths[-1]) if paths else None
 

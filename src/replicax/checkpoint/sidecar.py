@@ -14,6 +14,7 @@ from replicax.checkpoint.entries import bind
 from replicax.checkpoint.evaluation import CheckpointWatch
 from replicax.checkpoint.restore import compare, set_arrays
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
+from replicax.errors import CheckpointError
 
 __all__ = ["SidecarEvaluator"]
 
@@ -82,6 +83,7 @@ class SidecarEvaluator:
                 f"SidecarEvaluator: model must be a keras.Model; got {model!r}."
             )
         require_path(checkpoint_dir, "SidecarEvaluator: checkpoint_dir")
+        require_path(log_dir or checkpoint_dir, "SidecarEvaluator: log_dir")
         self._model = model
         self._data = data
         self._watch = CheckpointWatch(
@@ -114,7 +116,12 @@ class SidecarEvaluator:
             status = compare(entries, contents, os.fspath(path))
             # The checkpoint may have more than the model, such as the optimizer.
             status.assert_existing_objects_matched()
-            set_arrays(entries, contents)
+            try:
+                set_arrays(entries, contents)
+            except CheckpointError:
+                if path.exists():
+                    raise
+                continue  # The training deleted it meanwhile, and has a newer one.
             self._evaluate(os.fspath(path))
             number += 1
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from replicax._util.arguments import require_path
 from replicax._util.gpus import CUDA_VISIBLE_DEVICES
 from replicax.commands.arguments import note_late_options, require_script
 from replicax.cpu.settings import cpu_pool_size, keep_loops
@@ -151,6 +152,10 @@ def run(
 
 
 def _page(path: Path) -> str:
+    try:
+        require_path(path, "the report's path")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--report") from None
     path = path.expanduser()
     if path.is_dir():
         raise typer.BadParameter(f"{str(path)!r} is a folder.", param_hint="--report")

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from replicax._util import json_codec, random_state
+from replicax._util.arguments import require_path
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import (
     ClusterResolver,
@@ -100,6 +101,8 @@ class ParameterServerStrategy(Strategy):
         timeouts = checked_timeouts(timeouts, "ParameterServerStrategy")
         workers = [task.name for task in config.cluster.workers]
         _check_options(max_staleness, overlap, compression)
+        if snapshot_dir is not None:
+            require_path(snapshot_dir, "ParameterServerStrategy: snapshot_dir")
         if config.task_type == "ps":
             serve(
                 config,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from replicax._util.arguments import require_count
+from replicax._util.arguments import require_count, require_path
 from replicax.engine.scope import current_call
 from replicax.errors import ContextError
 from replicax.keras import providers
@@ -64,6 +64,7 @@ class Report(LateCallback):
         self, path: str | os.PathLike[str], *, diagnosis: bool | None = None
     ) -> None:
         super().__init__()
+        require_path(path, "Report: path")
         self.path = Path(path).expanduser()
         # Absolute: the script may change its working directory later.
         self._page = self.path.absolute()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import replicax as rx
-from replicax.seams import synchronize_random_state
+from replicax.seams import require_path, synchronize_random_state
 from replicax_estimator.arguments import require_count, require_instance
 from replicax_estimator.evaluating import (
     EvalResults,
@@ -107,6 +107,8 @@ class Estimator:
         config = RunConfig() if config is None else config
         require_instance(config, RunConfig, "Estimator: config")
         folders = {os.fspath(x) for x in (model_dir, config.model_dir) if x is not None}
+        for folder in folders:
+            require_path(folder, "Estimator: model_dir")
         if "" in folders:
             raise ValueError("Estimator: model_dir must name a folder; got ''.")
         if len(folders) > 1:
