@@ -138,7 +138,7 @@ def write(folder: Path, arrays: Mapping[str, ShardedArray], worker: int) -> None
             for shard in array.shards:
                 if shard.worker == worker:
                     assert isinstance(shard.data, np.ndarray)
-                    file.write(bytes_of(shard.data))
+                    file.write(bytes_of(shard.data).data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -307,8 +307,9 @@ def _jax_entry(
 def _sharding_of(value: PyTree) -> NamedSharding | None:
     """The sharding of an array that devices hold parts of; None for other arrays."""
     sharding = getattr(value, "sharding", None)
-    is_split = isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
-    return sharding if is_split and not device_put.has_no_devices(sharding) else None
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return None
+    return None if device_put.has_no_devices(sharding) else sharding
 
 
 def _key_data(
