@@ -167,7 +167,6 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_exit": [lambda: os],
     "_getframe": [lambda: sys],
     "_current_frames": [lambda: sys],
-    "_register_atexit": [lambda: threading],
     "_fields": [lambda: inspect.FullArgSpec],
     "_replace": [lambda: inspect.FullArgSpec(*[()] * 7)],
 }
@@ -307,7 +306,6 @@ OF_PYTHON = {
     "_exit",
     "_getframe",
     "_current_frames",
-    "_register_atexit",
     "_fields",
     "_replace",
 }
