@@ -9,7 +9,6 @@ import importlib
 import inspect
 import os
 import sys
-import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable
