@@ -36,7 +36,7 @@ HEADER = 24.0
 KINDS = {
     "data": "data",
     "weights": "weights",
-    "slots": "optimizer slots",
+    "state": "optimizer state",
     "gradients": "gradients",
     "activations": "activations",
 }
@@ -49,7 +49,7 @@ LIGHT = {
     "device": "#ffffff",
     "data": "#f7c873",
     "weights": "#9cc3f0",
-    "slots": "#cdb5ea",
+    "state": "#cdb5ea",
     "gradients": "#98d8a8",
     "activations": "#f3b0c3",
 }
@@ -60,7 +60,7 @@ DARK = {
     "device": "#333a48",
     "data": "#8a5f12",
     "weights": "#2c5f9e",
-    "slots": "#6a4a96",
+    "state": "#6a4a96",
     "gradients": "#2a7a43",
     "activations": "#9a3f5c",
 }
@@ -163,7 +163,7 @@ def row_height(span: Span) -> float:
 
 def box_height(box: Box, span: Span, *, computes: bool) -> float:
     """How high a box has to be for what it holds."""
-    parts = (box.weights is not None) + (box.slots is not None) + computes
+    parts = (box.weights is not None) + (box.state is not None) + computes
     return HEADER + parts * row_height(span) + 4
 
 
@@ -178,8 +178,8 @@ def draw_box(box: Box, span: Span, y: float, *, computes: bool) -> Iterator[str]
         copies = "copy" if box.weights_are_copies else ""
         yield from held(inner, y, "weights", box.weights, copies)
         y += row
-    if box.slots is not None:
-        yield from held(inner, y, "slots", box.slots, "")
+    if box.state is not None:
+        yield from held(inner, y, "state", box.state, "")
         y += row
     if computes:
         yield from held(inner, y, "gradients", box.gradients, "")
@@ -263,7 +263,7 @@ def legend(figure: Figure, y: float) -> Iterator[str]:
     """The colours that the figure uses."""
     boxes = (*figure.devices, *figure.stores)
     used = {"data", "gradients", *(bus.kind for bus in figure.buses)}
-    used |= {"weights"} | ({"slots"} if any(b.slots for b in boxes) else set())
+    used |= {"weights"} | ({"state"} if any(b.state for b in boxes) else set())
     entries = [(kind, text) for kind, text in KINDS.items() if kind in used]
     widths = [32 + 6.8 * len(text) for _, text in entries]
     x = (WIDTH - sum(widths)) / 2

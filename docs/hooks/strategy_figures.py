@@ -8,7 +8,7 @@ strategy keeps variables apart from the devices that compute.
 from dataclasses import dataclass
 
 WHOLE = (1, (0,))
-"""All of the weights, slots or gradients, in one piece."""
+"""All of the weights, state or gradients, in one piece."""
 
 Part = tuple[int, tuple[int, ...]]
 """Into how many parts something is cut, and which of them are here."""
@@ -22,7 +22,7 @@ class Box:
         name: Its name, such as `gpu:0`.
         host: The machine it belongs to.
         weights: Which part of the weights it holds; None: none.
-        slots: Which part of the optimizer's slots it holds; None: none.
+        state: Which part of the optimizer state it holds; None: none.
         gradients: Which part of the gradients it computes, if it computes.
         weights_are_copies: Whether the weights are copies for a step only.
     """
@@ -30,7 +30,7 @@ class Box:
     name: str
     host: str
     weights: Part | None = WHOLE
-    slots: Part | None = WHOLE
+    state: Part | None = WHOLE
     gradients: Part = WHOLE
     weights_are_copies: bool = False
 
@@ -91,7 +91,7 @@ ONE_DEVICE = Figure(
     name="one-device",
     title="OneDeviceStrategy",
     text="The whole batch goes to one device, which holds all weights and optimizer "
-    "slots, and applies its gradients itself. Nothing travels.",
+    "state, and applies its gradients itself. Nothing travels.",
     batch=("rows 0-63",),
     devices=(Box(name="gpu:0", host="one machine"),),
     note="The device makes the update with its own gradients: nothing travels.",
@@ -101,7 +101,7 @@ MIRRORED = Figure(
     name="mirrored",
     title="MirroredStrategy",
     text="The global batch is cut into four parts, one for each device of a machine. "
-    "Each device holds all weights and optimizer slots. The gradients of all devices "
+    "Each device holds all weights and optimizer state. The gradients of all devices "
     "are summed by an all-reduce, and each device makes the same update.",
     batch=rows(4, 64),
     devices=tuple(Box(name=f"gpu:{i}", host="one machine") for i in range(4)),
@@ -113,7 +113,7 @@ MULTI_WORKER = Figure(
     name="multi-worker",
     title="MultiWorkerMirroredStrategy",
     text="Two machines with two devices each. The global batch is cut into four parts. "
-    "Every device of every machine holds all weights and optimizer slots. Gradients "
+    "Every device of every machine holds all weights and optimizer state. Gradients "
     "are summed over the devices of both machines, by the network between them.",
     batch=rows(4, 64),
     devices=tuple(Box(name=f"gpu:{i % 2}", host=f"worker:{i // 2}") for i in range(4)),
@@ -126,13 +126,13 @@ MULTI_WORKER = Figure(
 CENTRAL_STORAGE = Figure(
     name="central-storage",
     title="CentralStorageStrategy",
-    text="Weights and optimizer slots are stored once, on the parameter device. Each "
+    text="Weights and optimizer state are stored once, on the parameter device. Each "
     "step copies the weights to the compute devices, which have a part of the batch "
     "each. Their gradients are summed and go to the parameter device, which makes the "
     "update.",
     batch=rows(2, 64),
     devices=tuple(
-        Box(name=f"gpu:{i}", host="one machine", slots=None, weights_are_copies=True)
+        Box(name=f"gpu:{i}", host="one machine", state=None, weights_are_copies=True)
         for i in range(2)
     ),
     buses=(
@@ -148,12 +148,12 @@ PARAMETER_SERVERS = Figure(
     name="parameter-servers",
     title="ParameterServerStrategy",
     text="Three workers, each with a batch of its own, and two servers. The servers "
-    "hold a part of the weights and optimizer slots each. A worker pushes gradients to "
+    "hold a part of the weights and optimizer state each. A worker pushes gradients to "
     "both servers when it has them, and pulls the newest weights. No worker waits for "
     "another.",
     batch=("batch 17", "batch 19", "batch 18"),
     devices=tuple(
-        Box(name=f"worker:{i}", host=f"host {h}", slots=None, weights_are_copies=True)
+        Box(name=f"worker:{i}", host=f"host {h}", state=None, weights_are_copies=True)
         for i, h in enumerate("abc")
     ),
     buses=(
@@ -161,7 +161,7 @@ PARAMETER_SERVERS = Figure(
         Bus(kind="weights", label="pull: the newest weights", heads="up"),
     ),
     stores=tuple(
-        Box(name=f"ps:{i}", host=f"host {h}", weights=(2, (i,)), slots=(2, (i,)))
+        Box(name=f"ps:{i}", host=f"host {h}", weights=(2, (i,)), state=(2, (i,)))
         for i, h in enumerate("de")
     ),
     batches_are_apart=True,
@@ -172,7 +172,7 @@ TPU = Figure(
     name="tpu",
     title="TPUStrategy",
     text="A slice of two hosts with four chips each. Each chip holds all weights and "
-    "optimizer slots and has an eighth of the global batch. Gradients are summed over "
+    "optimizer state and has an eighth of the global batch. Gradients are summed over "
     "the chips' own interconnect.",
     batch=("0-15", "16-31", "32-47", "48-63", "64-79", "80-95", "96-111", "112-127"),
     devices=tuple(Box(name=f"chip {i}", host=f"host {i // 4}") for i in range(8)),
@@ -183,7 +183,7 @@ TPU = Figure(
 FULLY_SHARDED = Figure(
     name="fully-sharded",
     title="FullyShardedStrategy",
-    text="Four devices hold a quarter of the weights and of the optimizer slots each, "
+    text="Four devices hold a quarter of the weights and of the optimizer state each, "
     "and have a quarter of the global batch each. A layer's weights are gathered when "
     "it computes, in the forward and in the backward pass. Each device gets its "
     "quarter of the summed gradients.",
@@ -193,7 +193,7 @@ FULLY_SHARDED = Figure(
             name=f"gpu:{i}",
             host="one machine",
             weights=(4, (i,)),
-            slots=(4, (i,)),
+            state=(4, (i,)),
         )
         for i in range(4)
     ),
@@ -208,17 +208,17 @@ MODEL_PARALLEL = Figure(
     name="model-parallel",
     title="ModelParallelStrategy",
     text="Four devices are two replicas of two devices each. Each replica has half of "
-    "the global batch. Each device holds half of every layer's weights and slots, and "
-    "computes their gradients. Activations travel between the two devices of a "
-    "replica, in every layer; gradients are summed between devices that hold the same "
-    "half.",
+    "the global batch. Each device holds half of every layer's weights and optimizer "
+    "state, and computes their gradients. Activations travel between the two devices "
+    "of a replica, in every layer; gradients are summed between devices that hold the "
+    "same half.",
     batch=rows(2, 64),
     devices=tuple(
         Box(
             name=f"gpu:{i}",
             host=f"replica {i // 2}",
             weights=(2, (i % 2,)),
-            slots=(2, (i % 2,)),
+            state=(2, (i % 2,)),
             gradients=(2, (i % 2,)),
         )
         for i in range(4)
@@ -233,12 +233,12 @@ MODEL_PARALLEL = Figure(
 SHARDED_UPDATE = Figure(
     name="sharded-update",
     title="shard_update=True",
-    text="Four devices hold all weights and a quarter of the optimizer slots each. "
+    text="Four devices hold all weights and a quarter of the optimizer state each. "
     "Each gets its quarter of the summed gradients, updates that quarter of the "
     "weights, and sends it to all others.",
     batch=rows(4, 64),
     devices=tuple(
-        Box(name=f"gpu:{i}", host="one machine", slots=(4, (i,))) for i in range(4)
+        Box(name=f"gpu:{i}", host="one machine", state=(4, (i,))) for i in range(4)
     ),
     buses=(
         Bus(kind="gradients", label="reduce-scatter: to each its part of the sum"),
