@@ -3,10 +3,9 @@
 import contextlib
 import threading
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
-import keras
 
 from replicax._private.keras import current_scope, set_current_scope
 from replicax.engine.meshes import outside_meshes
@@ -21,7 +20,6 @@ __all__ = [
     "called_in",
     "current_call",
     "current_context",
-    "current_model",
     "current_strategy",
     "entered_context",
     "outside_scopes",
@@ -34,15 +32,13 @@ __all__ = [
 _traced_in = jax.make_user_context(None)
 
 T = TypeVar("T")
-Call: TypeAlias = tuple[str, keras.Model | None]
-"""The name of the method that the user called, and its model."""
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.context: ReplicaContext | None = None
         self.strategies: tuple[StrategyLike, ...] = ()  # Innermost last.
-        self.call: Call = ("run", None)
+        self.call = "run"
 
 
 _state = _ThreadState()
@@ -67,12 +63,7 @@ def current_strategy() -> StrategyLike | None:
 
 def current_call() -> str:
     """The method that the user called, for messages, such as `"evaluate"`."""
-    return _state.call[0]
-
-
-def current_model() -> keras.Model | None:
-    """The model whose method the user called, or None."""
-    return _state.call[1]
+    return _state.call
 
 
 @contextlib.contextmanager
@@ -97,9 +88,9 @@ def outside_scopes() -> Generator[None]:
 
 
 def called_in(
-    strategy: StrategyLike, call: Callable[[], T], user_call: Call | None = None
+    strategy: StrategyLike, call: Callable[[], T], user_call: str | None = None
 ) -> T:
-    """Call a function in a strategy's scope; messages name the method of `user_call`.
+    """Call a function in a strategy's scope; messages name the method `user_call`.
 
     Afterwards the thread's state is restored, even if a `with` in the call could not
     exit: Python may raise KeyboardInterrupt at the first instruction of `__exit__`, but

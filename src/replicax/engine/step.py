@@ -184,7 +184,7 @@ class ReplicaStep:
         self, body: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., PyTree]:
         """Map `body`, one device's part of the program, over all devices."""
-        # `varying_marks` checks instead of JAX (`check_vma`) that results are equal.
+        # `checks.analysis` checks instead of JAX (`check_vma`) that results are equal.
         return jax.shard_map(
             body,
             mesh=self._group.mesh,

@@ -176,14 +176,14 @@ def _run(
         synchronize_random_state(strategy.workers, description)
         try:
             with reraising_interrupts():
-                return called_in(strategy, call, (caller, model))
+                return called_in(strategy, call, caller)
         finally:
             strategy.home.settle()
 
     try:
         if name in _WITH_DATA:
             return call_with_data()
-        return called_in(strategy, call, (caller, model))
+        return called_in(strategy, call, caller)
     except (KeyboardInterrupt, TypeError) as error:
         interrupt = _interrupt_of(error)
         if interrupt is None or not keras.config.is_traceback_filtering_enabled():
@@ -240,9 +240,7 @@ def _compile(
     if strategy is None:
         original(model, *args, **kwargs)
         return
-    called_in(
-        strategy, lambda: original(model, *args, **kwargs), (original.__name__, model)
-    )
+    called_in(strategy, lambda: original(model, *args, **kwargs), original.__name__)
 
 
 def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -139,7 +139,7 @@ class ProgramRunner:
         return called_in(
             self._strategy,
             lambda: self.run_placed(fn, call, options, self.programs),
-            ("run", None),
+            "run",
         )
 
     def run_placed(

@@ -11,6 +11,8 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.pallas import pallas_call
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from keras import layers, ops
 from tests.conftest import mirrored
 
@@ -18,7 +20,7 @@ import replicax as rx
 from replicax.engine.checks.divergence import (
     declare_mirrored,
     gradient_marks,
-    varying_marks,
+    result_marks,
 )
 
 
@@ -414,21 +416,27 @@ def test_callbacks_can_be_allowed_by_a_reduction(strategy) -> None:
     assert (assigns(fn, strategy) == 2.0).all()
 
 
-def test_varying_marks_of_a_nest() -> None:
+def test_marks_of_a_nest() -> None:
     def fn(a: Any, b: Any) -> Any:
         def body(c: Any, x: Any) -> Any:
             c = jax.jit(
-                lambda c: lax.cond(c[1] > 0, lambda: (c[0] + 1, c[1]), lambda: c)
+                lambda c: lax.cond(c[1].sum() > 0, lambda: (c[0] + 1, c[1]), lambda: c)
             )(c)
             return c, (x, c[1])
 
         return lax.scan(body, (a, b), jnp.ones(2)), declare_mirrored(b), a
 
-    jaxpr = jax.make_jaxpr(fn)(1.0, 2.0).jaxpr
+    def marks_with(*specs: P) -> list[int]:
+        mesh = Mesh(np.array(jax.devices()[:1]), ("replica",))
+        mapped = jax.shard_map(
+            fn, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+        )
+        (equation,) = jax.make_jaxpr(mapped)(jnp.ones(1), jnp.ones(1)).eqns
+        return result_marks(equation, "replica")[0]
+
     # Outputs: carry a, carry b, ys x, ys b, declared b, a.
-    assert varying_marks(jaxpr, [0, 1], "replica")[0] == [1, 1, 0, 1, 0, 0]
-    assert varying_marks(jaxpr, [1, 0], "replica")[0] == [1, 0, 0, 0, 0, 1]
-    assert varying_marks(jaxpr, [1, 2], "replica")[0][0] == 3
+    assert marks_with(P(), P("replica")) == [1, 1, 0, 1, 0, 0]
+    assert marks_with(P("replica"), P()) == [1, 0, 0, 0, 0, 1]
 
 
 def test_gradient_marks_stop_where_gradients_do() -> None:

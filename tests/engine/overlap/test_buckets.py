@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.communication import sum_gradients
-from replicax.engine.overlap.buckets import equal_buckets, plan_sums
+from replicax.engine.overlap.buckets import plan_sums
 from replicax.engine.replica_axis import ReplicaAxis
 from replicax.planning import compiler
 
@@ -148,13 +148,6 @@ def test_buckets_hold_every_gradient_once(
             assert filled + sizes[following[0]] > bytes_per_pack
         own = [bucket for bucket in by_count if dtypes[bucket[0]] == dtype]
         assert len(own) <= num_packs
-
-
-def test_equal_buckets() -> None:
-    dtypes = dict.fromkeys(range(6), "float32")
-    sizes = dict.fromkeys([5, 4, 3, 2, 1, 0], 4)
-    assert equal_buckets(sizes, dtypes, 3) == [[5, 4], [3, 2], [1, 0]]
-    assert equal_buckets({1: 4, 0: 4}, dtypes, 5) == [[1], [0]]
 
 
 # What XLA makes of the buckets of a 6-layer MLP.

@@ -35,7 +35,6 @@ __all__ = [
     "is_declared_mirrored",
     "line_of",
     "result_marks",
-    "varying_marks",
 ]
 
 
@@ -72,31 +71,21 @@ def declare_differing(array: jax.Array) -> jax.Array:
 
 
 def declare_whole(array: jax.Array, number: int) -> jax.Array:
-    """Give an array a number, by which `varying_marks` returns the array's marks."""
+    """Give an array a number, by which `result_marks` returns the array's marks."""
     return checkpoint_name(array, f"{_WHOLE}{number}")
 
 
-def varying_marks(
-    jaxpr: Jaxpr, marks: Sequence[int], axis_name: str
-) -> tuple[list[int], dict[int, int]]:
-    """Mark the outputs of a jaxpr that may differ between replicas.
-
-    Args:
-        jaxpr: An open jaxpr; its constants are equal on all replicas.
-        marks: The inputs' marks, non-zero for inputs that differ between replicas.
-        axis_name: The replicas' mesh axis.
-
-    Returns:
-        The outputs' marks, and by number the marks of `declare_whole`'s arrays.
-    """
-    analysis = _Pass(axis_name)
-    return analysis.outputs(jaxpr, marks), analysis.wholes
-
-
 def result_marks(equation: Eqn, axis_name: str) -> tuple[list[int], dict[int, int]]:
-    """`varying_marks` of a `shard_map`; arguments split over `axis_name` differ."""
+    """Mark the results of a `shard_map` that may differ between replicas.
+
+    Arguments that are split over `axis_name` differ. Also returns the marks of the
+    arrays of `declare_whole`, by number.
+    """
     marks = [int(axis_name in _axes_of(s)) for s in equation.params["in_specs"]]
-    return varying_marks(open_jaxpr(equation.params["jaxpr"]), marks, axis_name)
+    analysis = _Pass(axis_name)
+    return analysis.outputs(
+        open_jaxpr(equation.params["jaxpr"]), marks
+    ), analysis.wholes
 
 
 def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:

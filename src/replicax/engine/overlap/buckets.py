@@ -11,6 +11,7 @@ the joined array; XLA scatters them together.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
@@ -25,7 +26,6 @@ __all__ = [
     "SumPlan",
     "bytes_of_bucket",
     "deferred_products",
-    "equal_buckets",
     "overlapping_buckets",
     "plan_sums",
     "sum_in_order",
@@ -87,7 +87,9 @@ def plan_sums(
     if bytes_per_pack:
         buckets = _filled(sizes, sizes, dtypes, itertools.repeat(bytes_per_pack))
     elif num_packs > 1:
-        buckets = equal_buckets(sizes, dtypes, num_packs)
+        limit = math.ceil(sum(sizes.values()) / num_packs)
+        limits = itertools.repeat(limit)
+        buckets = _filled(sizes, sizes, dtypes, limits, may_exceed=True)
     elif axis.overlaps and may_overlap:
         spans_hosts = axis.num_per_host < axis.size
         buckets = overlapping_buckets(sizes, dtypes, origins, spans_hosts=spans_hosts)
@@ -98,25 +100,6 @@ def plan_sums(
         convolutions=frozenset(i for i, x in origins.items() if x.is_convolution),
         scatters=scatters,
     )
-
-
-def equal_buckets(
-    sizes: Mapping[int, int], dtypes: Mapping[int, DTypeLike], number: int
-) -> list[list[int]]:
-    """About `number` buckets of similar size; gradients of other dtypes are separate.
-
-    Example:
-        >>> equal_buckets({3: 4, 2: 4, 1: 4, 0: 4}, ["float32"] * 4, 2)
-        [[3, 2], [1, 0]]
-    """
-    total, before = sum(sizes.values()), 0
-    buckets: dict[tuple[DTypeLike, int], list[int]] = {}
-    for i, size in sizes.items():
-        # The middle of the gradient decides, so that buckets have similar sizes.
-        index = (2 * before + size) * number // (2 * total)
-        buckets.setdefault((dtypes[i], index), []).append(i)
-        before += size
-    return list(buckets.values())
 
 
 def bytes_of_bucket(total: int, *, spans_hosts: bool = False) -> int:
