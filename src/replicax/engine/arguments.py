@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,6 +21,9 @@ from replicax.engine.composites import described, is_composite, is_foreign
 from replicax.engine.module_numbers import numbers_in_modules
 from replicax.engine.values import ARRAY_TYPES, PerReplica, is_per_replica, spread
 from replicax.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from replicax.jax_loops.nnx_objects import NNXObjects
 
 __all__ = [
     "Arguments",
@@ -42,23 +45,10 @@ class Kind(enum.Enum):
     STATIC = enum.auto()  # no array: a constant of the program
 
 
-class MutableObjects(Protocol):
-    """The objects among a call's arguments that the function changes in place."""
-
-    def call(
-        self,
-        fn: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        kwargs: Mapping[str, PyTree],
-    ) -> PyTree:
-        """Call `fn` with the objects in place of their `Placeholder`s."""
-        ...
-
-
 class Placeholder:
-    """Stands for object number `index` of `objects` among the arguments."""
+    """Stands for object number `index` of `objects` among a call's arguments."""
 
-    def __init__(self, objects: MutableObjects, index: int) -> None:
+    def __init__(self, objects: "NNXObjects", index: int) -> None:
         self.objects = objects
         self.index = index
 
@@ -111,10 +101,7 @@ class Arguments:
     def on_device(
         self, arrays: Sequence[jax.Array], num_replicas: int
     ) -> tuple[Sequence[jax.Array], list[int | None]]:
-        """Prepare one device's arrays for a `vmap` over its replicas.
-
-        Returns the arrays, split ones as `[num_replicas, ...]`, and their `in_axes`.
-        """
+        """One device's arrays and their `in_axes`, for a `vmap` over its replicas."""
         in_axes = [None if kind is Kind.MIRRORED else 0 for kind in self._array_kinds]
         mapped = [
             x
@@ -128,8 +115,8 @@ class Arguments:
         """Compare with an earlier call of the same function, `name`.
 
         Raises:
-            DivergenceError: If an argument was equal on all replicas, and is now a
-                result of `run` that differs between them.
+            DivergenceError: If an argument was equal on all replicas earlier, and is
+                now a result of `run` that differs between them.
         """
         if (earlier._structure, earlier._are_static) != (
             self._structure,
@@ -150,7 +137,7 @@ class Arguments:
         )
 
     def numbers_in(self, positions: Sequence[int]) -> list[int]:
-        """Numbers of the arrays in the arguments at these positions."""
+        """The numbers of the arrays in the arguments at some positions."""
         positional, _ = self._structure.children()
         kinds, numbers, count = iter(self._kinds), list[int](), itertools.count()
         for position, argument in enumerate(positional.children()):
@@ -163,7 +150,7 @@ class Arguments:
     def rebuild(
         self, arrays: Sequence[jax.Array]
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """One replica's `(args, kwargs)`, from the arrays that this replica gets."""
+        """One replica's `(args, kwargs)`, from this replica's arrays."""
         rest, statics = iter(arrays), iter(self.statics)
         leaves = []
         for kind in self._kinds:
@@ -307,7 +294,7 @@ def flatten_call(
 
 
 def _num_active_in(args: PyTree, kwargs: PyTree) -> int | None:
-    """The number of replicas that hold examples in a call's arguments; None: all."""
+    """The common `num_active` of a call's `PerReplica`s."""
     leaves = jax.tree_util.tree_leaves_with_path(
         (args, kwargs), is_leaf=lambda x: isinstance(x, PerReplica | Iterator)
     )
@@ -332,7 +319,7 @@ def _num_active_in(args: PyTree, kwargs: PyTree) -> int | None:
 
 
 class _Key:
-    """A key that hashes its content once. It equals its content."""
+    """A key that computes its hash only once; it equals its content."""
 
     __slots__ = ("_content", "_hash")
 
@@ -353,10 +340,10 @@ _TYPE_OF_ARRAY = operator.attrgetter("aval")
 
 
 class CallFlattener:
-    """Flattens calls as `flatten_call` does, with no work per leaf for repeated ones.
+    """Flattens calls like `flatten_call`, but repeated calls without work per leaf.
 
-    A repeated call has only JAX arrays, with the types and shardings of an earlier one.
-    An example is a training state that each step replaces.
+    In a repeated call, all leaves are JAX arrays of the same types and shardings as in
+    an earlier call: such as a training state, which each step replaces.
     """
 
     def __init__(self, place: Callable[[PyTree, Kind], ArrayLike]) -> None:
@@ -365,14 +352,14 @@ class CallFlattener:
         self._calls: dict[Hashable, tuple[list[Any], FlatCall]] = {}
 
     def flatten(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> FlatCall:
-        """Flatten a call; see `flatten_call`."""
+        """See `flatten_call`."""
         flat, structure = jax.tree.flatten((args, kwargs))
         if set(map(type, flat)) != _ONLY_ARRAYS:
             return flatten_call(args, kwargs, self._place)
         types = (structure, tuple(map(_TYPE_OF_ARRAY, flat)))
         places = list(map(_PLACE_OF_ARRAY, flat))
-        known_places, call = self._calls.get(types, (None, None))
-        if call is not None and places == known_places:
+        stored_places, call = self._calls.get(types, (None, None))
+        if call is not None and places == stored_places:
             return FlatCall(
                 key=call.key,
                 arrays=flat,
@@ -381,7 +368,7 @@ class CallFlattener:
             )
         call = flatten_call(args, kwargs, self._place)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
-        # Repeated calls get `num_active=None`: calls with a number are not kept.
+        # Calls with a `num_active` are not stored.
         if all(getattr(x, "num_active", None) is None for x in leaves) and all(
             map(operator.is_, flat, call.arrays)
         ):

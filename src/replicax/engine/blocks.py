@@ -1,14 +1,9 @@
-"""Sharded weights of a replica: slices, all-gathers and their rematerialisation.
+"""Sharded weights of a replica: blocks, all-gathers and their rematerialisation.
 
-Where replicas hold blocks of weights, a step gathers each weight before using it. A
-layer's backward pass needs the weight again. If JAX saved gathered weights until then,
-every device would hold all layers' whole weights at once. So the gathers are inside the
-function that is differentiated, and a policy of `jax.checkpoint` repeats them in the
+A step gathers each sharded weight before using it. If JAX saved gathered weights for
+the backward pass, every device would hold all layers' whole weights at once. So gathers
+are inside the function that is differentiated, and `jax.checkpoint` repeats them in the
 backward pass.
-
-After the replicas' part of the program, XLA's partitioner divides the updates of
-sharded weights. Dividing each equation of an update instead takes 3 to 6 times as long
-for Muon, and equally long for Adam and Lamb (on four CPU devices).
 """
 
 import dataclasses
@@ -37,8 +32,8 @@ __all__ = [
     "replicas_hold_blocks",
 ]
 
-# The backward pass recomputes the results of these operations. They gather a weight and
-# convert it, such as to lower precision; on activations they are cheap.
+# The backward pass recomputes these operations, which gather and convert weights. On
+# activations they are cheap.
 _RECOMPUTED = (
     "all_gather",
     "broadcast_in_dim",
@@ -67,11 +62,9 @@ def cut(value: jax.Array, dim: int, axis: ReplicaAxis) -> Block:
 
 
 class BlockedValues:
-    """The arrays that one trace of a step has gathered, and their blocks.
+    """The arrays that one trace of a step has gathered, by id, and their blocks.
 
     If a step returns a gathered array unchanged, its block need not be cut again.
-    Arrays are compared by identity; `whole` keeps them alive, so ids are unique. A
-    copy, even `x + 0`, is cut again: slower, but not wrong.
     """
 
     def __init__(self, axis: ReplicaAxis) -> None:
@@ -81,7 +74,7 @@ class BlockedValues:
     def whole(self, block: Block) -> jax.Array:
         """Gather a block; `block_of` returns the block of the returned array."""
         value = lax.all_gather(block.data, self.axis.name, axis=block.dim, tiled=True)
-        self._gathered[id(value)] = (value, block)
+        self._gathered[id(value)] = (value, block)  # Alive, so that ids are unique.
         return value
 
     def block_of(self, value: jax.Array) -> Block | None:
@@ -91,7 +84,7 @@ class BlockedValues:
 
 
 def replicas_hold_blocks() -> bool:
-    """Whether the current replica function has sharded weights."""
+    """Whether weights are sharded in the current replica function."""
     context = current_context()
     return context is not None and context.has_split_weights
 
@@ -116,9 +109,9 @@ def _with_backward_pass_inline(
 ) -> Callable[[list[jax.Array]], tuple[PyTree, PyTree]]:
     """Inline the equations of a rematerialised function's backward pass.
 
-    JAX's backward pass is one equation after a barrier: XLA cannot fuse it with the
-    forward pass, and `overlap` cannot see the order of gradients. Only the gathers need
-    a barrier, or XLA would merge them with the gathers of the forward pass.
+    JAX makes one equation of it, after a barrier: XLA could not fuse it with other
+    operations, and `overlap` could not see the order of gradients. Only the gathers
+    need a barrier, or XLA would merge them with those of the forward pass.
     """
 
     def forward(values: list[jax.Array]) -> tuple[PyTree, PyTree]:
@@ -148,10 +141,7 @@ def _with_backward_pass_inline(
 
 
 def _evaluate_inline(closed: ClosedJaxpr, target: PyTree) -> list[jax.Array]:
-    """Evaluate a backward pass, with its rematerialised calls inline.
-
-    Its gathers wait for `target`, the result of the forward pass.
-    """
+    """Evaluate a backward pass inline; its gathers wait for `target`, the loss."""
     env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
     def value_of(atom: Atom) -> jax.Array:
@@ -184,8 +174,8 @@ def gathered_here(
 ) -> list[jax.Array]:
     """Gather sharded weights inside the function that is differentiated.
 
-    `values` are the weights as arguments of that function, to which gradients flow.
-    `wholes` are the same weights outside that function, to look up their blocks.
+    `values` are the weights as arguments of that function, to which gradients flow;
+    `wholes` are the same weights outside of it, by which their blocks are found.
     """
     if not replicas_hold_blocks():
         return list(values)

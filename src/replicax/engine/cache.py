@@ -1,4 +1,4 @@
-"""Keys of functions, by which calls share programs, and the bounded program cache."""
+"""Keys of functions, and the cache of programs."""
 
 import dis
 import functools
@@ -114,7 +114,7 @@ def _content(cell: types.CellType) -> object:
         return None
 
 
-# To make a key takes longer than the rest of `Strategy.run` on the host, so the key is
+# Making a key takes longer than the rest of `Strategy.run` on the host, so the key is
 # stored as an attribute of the function. (A dictionary would keep models alive.)
 _KEY = "_replicax_key"
 
@@ -122,13 +122,9 @@ _KEY = "_replicax_key"
 def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Hashable:
     """A key that is equal for functions that would trace to the same program.
 
-    A lambda or inner function in a loop is a new object each time. Keys are equal if
-    the code, the closed-over values and the named globals are equal. (A notebook's cell
-    that runs again binds a new model to the same name.)
-
-    Args:
-        fn: A function, or any other callable.
-        with_globals: Whether the values of globals are part of the key.
+    A lambda or inner function in a loop is a new object each time. So keys consist of
+    the code, the closed-over values, the defaults and, `with_globals`, the values of
+    the globals that the code names.
     """
     if isinstance(fn, types.MethodType):
         key = function_key(fn.__func__, with_globals=with_globals)
@@ -168,10 +164,7 @@ def unwrap_partial(
 
 
 class _Entry(Generic[T]):
-    """A program and its key; entries with equal keys are equal.
-
-    `holder` is the dictionary that keeps the entry alive.
-    """
+    """A program and its key; `holder` is the dictionary that keeps the entry alive."""
 
     __slots__ = ("__weakref__", "holder", "key", "program")
 
@@ -198,15 +191,11 @@ _PROGRAMS = "_replicax_programs"
 
 
 class ProgramCache(Generic[T]):
-    """The most recently used programs, at most `size` of them.
+    """The `size` most recently used programs.
 
-    A program and its key refer to variables and functions. Only a program's owner, such
-    as a weight that it trains, keeps the program alive, so the garbage collector frees
-    a model and its programs together.
-
-    Args:
-        size: The number of programs; a new one replaces the least recently used one.
-        owner_of: The owner of a program; None: the cache keeps it.
+    A program and its key refer to variables and functions. To let the garbage collector
+    free a model with its programs, only a program's owner, such as a weight, keeps the
+    program alive. If `owner_of` returns None, the cache does.
     """
 
     def __init__(
@@ -244,9 +233,9 @@ class ProgramCache(Generic[T]):
         return program
 
     def keep(self, fn: Callable[..., PyTree], key: Hashable, program: T) -> None:
-        """Store a program again after its first call, under the function's current key.
+        """Store a program again: its trace may have changed the function's key.
 
-        The trace may have changed a closed-over value, such as a counter.
+        An example is a closed-over counter.
         """
         self._keep((function_key(fn), key), program)
 

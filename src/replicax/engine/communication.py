@@ -128,7 +128,7 @@ class CommunicationOptions:
     def of_call(
         self, options: "CommunicationOptions | None", caller: str, axis: ReplicaAxis
     ) -> "CommunicationOptions":
-        """The options of one sum in a replica function; `self` are the strategy's.
+        """The options of one `all_reduce`; `self` are the strategy's.
 
         Raises:
             TypeError: If `options` is no `CommunicationOptions`, and not None.
@@ -173,23 +173,21 @@ def sum_gradients(
 ) -> list[jax.Array | None]:
     """Sum each gradient over the replicas; None stays None.
 
-    The order is: the user's hook, `on_device`, compression, the sums in buckets, and
-    the cast back to the gradients' dtypes.
+    Applies the user's hook, `on_device` and compression, sums the gradients in buckets,
+    and casts the sums back to the gradients' dtypes.
 
     Args:
         grads: This replica's gradients, of any shapes and dtypes.
         ops: The cross-device operations that sum.
         axis: The replicas' devices.
         options: None: the defaults.
-        dims: For each gradient, the dimension along which the sum is scattered, so that
-            each replica gets a block; None: every replica gets the whole sum.
+        dims: For each gradient, the dimension along which the sum is scattered; None:
+            every replica gets the whole sum.
         on_device: Sums the gradients, without Nones, over the replicas of a device.
-        weights: The weights of the gradients, changed in place: kernels of convolutions
-            are replaced by equal values that wait for their gradient's sum; see
-            `sum_in_order`.
-        updates_are_last: Whether updates start only after the scattered sums of all
-            buckets except the last, so that the backward pass, and not updates, hides
-            the sums. Only for programs that do not gather the new weights afterwards.
+        weights: The weights of the gradients; see `sum_in_order`, which changes them.
+        updates_are_last: Whether updates wait for the scattered sums of all buckets but
+            the last, so that the backward pass hides these sums. Only for programs that
+            do not gather the new weights afterwards.
         may_overlap: Whether whole sums may overlap with the computation of `grads`.
 
     Raises:
@@ -230,7 +228,7 @@ def _block_sums(
     axis: ReplicaAxis,
     updates_are_last: bool,
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
-    """Scatter the sums of gradients in `dim_of`; also return the other gradients."""
+    """Scatter the sums of the gradients in `dim_of`; also return other gradients."""
 
     def scatter(bucket: Sequence[int], arrays: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(bucket, arrays, strict=True)
@@ -241,7 +239,7 @@ def _block_sums(
     plan = plan_sums(grads, axis, scatters=True)
     blocks = sum_in_order(grads, plan, scatter, axis, updates_are_last=updates_are_last)
     if plan.buckets and updates_are_last:
-        # Without a barrier, XLA would keep small sums and updates to hide the buckets.
+        # Otherwise XLA would delay small sums and updates, to hide the buckets' sums.
         early = {i: x for i, x in blocks.items() if i not in plan.buckets[-1]}
         small = {i: x for i, x in others.items() if x.nbytes < _SMALL_BYTES}
         early, small = lax.optimization_barrier((early, small))

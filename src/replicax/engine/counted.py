@@ -78,7 +78,7 @@ class CountedReplicas:
         return self._num_active or self._group.num_replicas
 
     def counted(self, tree: PyTree) -> PyTree:
-        """`tree` on replicas that count, zeros on the others."""
+        """The same arrays on replicas that count; zeros on the others."""
         return self._where_counted(tree, jnp.zeros_like)
 
     def _where_counted(
@@ -90,16 +90,15 @@ class CountedReplicas:
         return jax.tree.map(lambda x: jnp.where(counts, x, other(x)), tree)
 
     def sum(self, tree: PyTree) -> PyTree:
-        """Sum over the replicas that count, with XLA's all-reduce.
-
-        Gradients through the sum are from losses of replicas that count, too.
-        """
+        """Sum over the replicas that count, with XLA's all-reduce."""
         return self.stop_uncounted_gradients(self._group.sum(self.counted(tree)))
 
     def stop_uncounted_gradients(self, tree: PyTree) -> PyTree:
-        """The same arrays; no gradients flow back on replicas that do not count."""
-        # Replicas that do not count compute losses on copies of examples. An all-reduce
-        # in the backward pass would add their gradients to the others.
+        """The same arrays; no gradients flow back on replicas that do not count.
+
+        Otherwise an all-reduce in the backward pass would add gradients of losses of
+        copied examples.
+        """
         tree = self._where_counted(tree, lax.stop_gradient)
         return tree if self._num_active is None else declare_mirrored(tree)
 
@@ -113,10 +112,10 @@ class CountedReplicas:
         return self.stop_uncounted_gradients(combine(values))
 
     def summand(self, value: jax.Array) -> jax.Array:
-        """This replica's summand of a value; summands that count sum to it exactly.
+        """This replica's summand of a value; the counted summands sum to it exactly.
 
-        Summands are equal, but the first replica adds the remainder. They are rounded
-        to fewer bits, so that sums of them are exact in any order.
+        Summands are equal and rounded to fewer bits, so that their sums are exact in
+        any order; the first replica adds the remainder.
         """
         num = self.num_counted
         if num == 1:

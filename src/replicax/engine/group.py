@@ -1,7 +1,7 @@
 """The replicas of a strategy: their devices, and collectives over all of them.
 
-Replicas lie along an axis of the device mesh. If a device has several replicas, they
-lie along a second axis, a named `vmap` inside the program.
+Replicas lie along an axis of the device mesh. Several replicas of a device lie along a
+second axis, of a `vmap` inside the program.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ def mesh_of(
     return Mesh(grid, (_AXIS, split.axis_name)), axis
 
 
+# Each row of `grid` holds the devices of one replica.
 def _names(grid: np.ndarray) -> tuple[str, ...]:
-    """The replicas' names: each row of `grid` holds the devices of one replica."""
     return tuple("+".join(map(device_name, row)) for row in grid)
 
 
@@ -130,8 +130,7 @@ class ReplicaGroup:
     def holds(self, value: object) -> bool:
         """Whether a value is an array that is replicated over the replicas' devices.
 
-        Results of `run` that are equal on all replicas are. In a dry run there are no
-        devices to compare, so any array counts.
+        In a dry run, which has no devices, any array counts.
         """
         if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
             return False
@@ -143,7 +142,7 @@ class ReplicaGroup:
         )
 
     def on(self, devices: Sequence[Device]) -> "ReplicaGroup":
-        """The group on other devices, all of this process or all only described."""
+        """The same group on other devices, all of one process."""
         grid = np.array(devices).reshape(-1, *self.mesh.devices.shape[1:])
         rows = grid.reshape(len(grid), -1)
         host = devices[0].process_index

@@ -2,20 +2,12 @@
 
 `strategy.run`, `fit`, `evaluate` and `predict` all use it, in three stages:
 
-1. Discover: trace the function once, abstractly, and record which Keras variables it
-   reads and writes.
+1. Discover: trace the function once, and record the Keras variables that it uses.
 2. Compile: trace one `jax.jit(jax.shard_map(...))` over the replicas' devices, analyse
-   the trace (`checks.analysis`) and compile it. The inputs are variables and arrays,
-   the outputs are results and the written variables' new values, combined over the
-   replicas by each variable's `aggregation`.
-3. Write back: run the program, and store the new values in the variables.
-
-For each `tape.gradient`, a trace of a step replays it (`replay`). If the analysis of a
-trace changes the program, the program is traced again.
-
-The third stage is atomic: an interrupt occurs before or after all stores. Donation
-deletes the old values, and Python handles signals only between its own instructions, so
-dispatch and stores are one call of C.
+   the trace (`checks.analysis`) and compile it. If the analysis changes the program,
+   trace again.
+3. Write back: run the program, and store the new values in the variables. An interrupt
+   occurs before or after all stores, since donation deletes the old values.
 """
 
 import itertools
@@ -76,16 +68,7 @@ class StepResult(NamedTuple):
 class Program:
     """One replica function, compiled for one signature.
 
-    Args:
-        fn: The replica function.
-        group: The replicas.
-        arguments: The structure of the arguments.
-        leaves: The first call's arrays, for their shapes and dtypes.
-        options: See `Options`.
-
     Attributes:
-        fn: The replica function.
-        arguments: The structure of its arguments.
         name: The program's name in messages, such as `"run(train_step)"`.
         operation: The program's entry in the workers' dispatch log.
         written: The variables that the program itself writes.
@@ -94,8 +77,8 @@ class Program:
             valid only if updates are deferred.
         deferred_updates: The updates that the strategy's home makes after the program.
         changed: `written`, and the variables of the deferred updates.
-        at_home: What the strategy's home keeps for the program; None before its use.
         variables: `changed` and `inputs`.
+        at_home: An object that the strategy's home keeps with the program.
     """
 
     def __init__(
@@ -168,8 +151,8 @@ class Program:
         """Run the program; store the new values of `written` if no updates follow.
 
         Args:
-            values: The values of `inputs`, on the replicas' devices. The arrays of
-                `written` are donated unless updates are deferred.
+            values: The values of `inputs`, on the replicas' devices. Those of `written`
+                are donated unless updates are deferred.
             leaves: The arguments' arrays.
 
         Raises:
@@ -204,7 +187,6 @@ class Program:
         return StepResult(self._unflatten(flat), gradients, new)
 
     def _unflatten(self, flat: Sequence[jax.Array]) -> PyTree:
-        """The results; a result that may differ between replicas is a `PerReplica`."""
         results = self._step.results
         if self._options.outputs is not Outputs.PER_REPLICA:
             return results.unflatten(flat)
@@ -227,10 +209,10 @@ class Program:
     def _dispatch(
         self, arguments: tuple[PyTree, ...]
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Call the compiled program and store the written values, as one call of C.
+        """Run the program and store the written values; return the other outputs.
 
-        The executable yields one value per written variable, then
-        `(results, gradients)`; this method returns the latter.
+        Both are one call of C, since Python handles signals only between its own
+        instructions.
         """
         calls = itertools.starmap(self._jitted, (arguments,))
         outputs = itertools.chain.from_iterable(calls)
@@ -252,11 +234,7 @@ class Program:
             memory.use_huge_pages()
 
     def _traced(self, values: Shapes, leaves: Sequence[PyTree]) -> Traced:
-        """Trace the program, repeatedly until the analysis of the trace is stable.
-
-        Raises:
-            DivergenceError: If replicas would assign different values to a variable.
-        """
+        """Trace the program until the analysis of its trace is stable."""
         step = self._step
         while True:
             traced = self._jitted.trace(*self._split(values), *leaves)
@@ -290,7 +268,6 @@ class Program:
         return self._jitted.trace(*self._split(values), *leaves)
 
     def _split(self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """Split values of `inputs` into those of written and of read-only variables."""
         number = len(self.written)
         return list(values[:number]), list(values[number:])
 
@@ -359,7 +336,7 @@ class Program:
         )
 
     def _require_values(self, values: Values, leaves: Sequence[ArrayLike]) -> None:
-        """Raise if an array is deleted; on several CPU devices XLA would crash."""
+        # On several CPU devices, XLA would crash at a deleted array.
         if any(map(_is_deleted, values)):
             pairs = zip(self.inputs, values, strict=True)
             names = [f"{v.path!r} {v.shape}" for v, x in pairs if _is_deleted(x)]

@@ -41,8 +41,8 @@ class ModelTrace:
     """Facts about a Keras model, recorded while its step is traced.
 
     Attributes:
-        batch: This replica's rows of a global batch, as in `fit`; None where each
-            replica has batches of its own, as in estimators.
+        batch: This replica's rows of a global batch, as in `fit`; None if each replica
+            has its own batches, as in estimators.
         has_odd_outputs: Whether the shape of a loss's outputs suggests pairs of rows.
         is_in_metric: Whether a metric is being updated.
         is_per_example: Whether a loss declared `per_example` is being computed.
@@ -102,9 +102,9 @@ class ReplicaContext(CountedReplicas):
         self.blocked = BlockedValues(group.axis)
         self.model = ModelTrace()
         self.has_trained = False
-        # Ids of variables of aggregation "sum" that get the same value on all replicas.
+        # Ids of variables of aggregation "sum": those to which all replicas assign the
+        # same value, and those whose value is the sum of the replicas' values.
         self.mirrored_sums: set[int] = set()
-        # Ids of variables whose value is the sum of the replicas' values.
         self.summands: set[int] = set()
         self._is_in_apply = False
 
@@ -294,7 +294,6 @@ class ReplicaContext(CountedReplicas):
         dims: Sequence[int | None],
         weights: list[jax.Array] | None = None,
     ) -> list[Grad]:
-        """`reduced_gradients` for `optimizer.apply`: summed, or in `fit` averaged."""
         return self.reduced_gradients(
             "optimizer.apply", self._gradient_op, grads, dims, weights
         )
@@ -307,10 +306,9 @@ class ReplicaContext(CountedReplicas):
         dims: Sequence[int | None],
         weights: list[jax.Array] | None = None,
     ) -> list[Grad]:
-        """Sum or average gradients over the replicas that count, for `caller`.
+        """Sum or average gradients, by the strategy's `CommunicationOptions`.
 
-        The sums follow the strategy's `CommunicationOptions`. For `dims` and `weights`
-        see `sum_gradients`.
+        Errors and warnings name `caller`. For `dims` and `weights` see `sum_gradients`.
         """
         self.has_trained = True
         grads = [densified(x, caller) for x in grads]
@@ -327,7 +325,7 @@ class ReplicaContext(CountedReplicas):
             # After the user's hook, which may change gradients of copies.
             on_device=lambda own: self._group.sum_on_device(self.counted(own)),
             weights=weights,
-            # With whole weights, updates are followed by a gather of new weights.
+            # If weights are not sharded, the program gathers new weights afterwards.
             updates_are_last=self.has_split_weights,
         )
         if op is ReduceOp.MEAN:
@@ -342,15 +340,10 @@ class ReplicaContext(CountedReplicas):
     ) -> T:
         """Combine `grads` over the replicas, then call `apply(grads, weights)`.
 
-        An optimizer that wraps another (loss scaling) causes two nested calls. The
-        outer call combines, so the wrapper sees combined gradients.
-
-        Args:
-            apply: Makes the update.
-            grads: This replica's gradients; None for a variable without gradient.
-            weights: The weights to update. `apply` gets the same values; XLA may use
-                some of them only after their gradients' sums.
+        `grads` are this replica's gradients, None for a variable without gradient.
         """
+        # An optimizer that wraps another, as for loss scaling, calls this twice. The
+        # outer call combines, so the wrapper sees combined gradients.
         if self._is_in_apply:
             return apply(list(grads), weights)
         self._is_in_apply = True
@@ -365,15 +358,12 @@ class ReplicaContext(CountedReplicas):
             self._is_in_apply = False
 
     def note_mirrored(self, variables: Sequence[Variable]) -> None:
-        """Record variables that get the same value on all replicas.
-
-        Examples are optimizer state, and the state of a metric of the whole batch.
-        """
+        """Record variables that get the same value on all replicas."""
         self.mirrored_sums |= {id(v) for v in variables if v.aggregation == "sum"}
 
     @property
     def has_split_weights(self) -> bool:
-        """Whether replicas hold blocks of the weights between steps."""
+        """Whether weights are sharded over the replicas between steps."""
         return self._group.layouts.split_weights and self._group.axis.size > 1
 
     def defer_update(
@@ -382,9 +372,9 @@ class ReplicaContext(CountedReplicas):
         variables: Sequence[Variable],
         grads: Sequence[Grad],
     ) -> Update:
-        """Return combined gradients from the program, for an update that follows it.
+        """Combine gradients, for an update that follows the replica function.
 
-        Where replicas divide a variable's update, each replica returns its block.
+        If replicas divide a variable's update, each gets its block of the gradient.
 
         Args:
             optimizer: The optimizer of the update; built.
@@ -433,7 +423,7 @@ class ReplicaContext(CountedReplicas):
 
 
 def _summable(x: ArrayLike, op: ReduceOp) -> jax.Array:
-    """The array in the dtype of `jnp.sum` or `jnp.mean`: fewer sums overflow."""
+    """Cast an array to the dtype of its `jnp.sum` or `jnp.mean`."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return x

@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 
-# JAX caches traces of functions that are jitted inside of the replica function. They
-# depend on the context, such as on the number of replicas that hold examples.
+# Part of the key of JAX's caches: traces of functions that the user jits depend on the
+# replica context, such as on the number of replicas that hold examples.
 _traced_in = jax.make_user_context(None)
 
 T = TypeVar("T")
@@ -92,9 +92,8 @@ def called_in(
 ) -> T:
     """Call a function in a strategy's scope; messages name the method `user_call`.
 
-    Afterwards the thread's state is restored, even if a `with` in the call could not
-    exit: Python may raise KeyboardInterrupt at the first instruction of `__exit__`, but
-    not in this `finally`.
+    Afterwards the thread's state is restored, even if KeyboardInterrupt stopped a
+    `with` of the call in `__exit__`.
 
     Raises:
         ContextError: Inside the scope of another strategy.

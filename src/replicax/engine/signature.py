@@ -22,8 +22,7 @@ __all__ = ["Options", "Outputs", "ResultStructure"]
 class ResultStructure:
     """The structure of a replica function's results; errors name the function `name`.
 
-    Raises:
-        TypeError: For composite arrays and `PerReplica`s.
+    Composite arrays and `PerReplica`s raise a TypeError.
     """
 
     def __init__(self, out: PyTree, name: str) -> None:
@@ -52,7 +51,7 @@ class ResultStructure:
         ]
 
     def unflatten(self, arrays: Sequence[PyTree]) -> PyTree:
-        """Rebuild the results; leaves other than arrays are constants of the trace."""
+        """Rebuild the results; leaves that are no arrays are constants of the trace."""
         if self.num_arrays < len(self._constants):
             rest = iter(arrays)
             arrays = [next(rest) if x is None else x for x in self._constants]

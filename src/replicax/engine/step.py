@@ -1,12 +1,12 @@
-"""Traces one step of a replica function for each device.
+"""Traces one step of a replica function on a device's replicas.
 
-The device's replicas call the function. Each variable that the function writes is then
-combined over all replicas, by the variable's `aggregation`.
+The values that a step assigns to variables are combined over all replicas, by each
+variable's `aggregation`.
 """
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -19,9 +19,8 @@ from replicax._private.jax import is_batched
 from replicax._private.keras import has_value
 from replicax._util.types import PyTree
 from replicax.engine.arguments import Arguments
-from replicax.engine.blocks import Block, cut
 from replicax.engine.checks.analysis import Analysis, equal_results
-from replicax.engine.checks.divergence import declare_differing, declare_whole
+from replicax.engine.checks.divergence import declare_differing
 from replicax.engine.composites import is_key
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import StepTrace
@@ -29,6 +28,7 @@ from replicax.engine.replica import ReplicaContext
 from replicax.engine.row_outputs import require_rows
 from replicax.engine.scope import entered_context
 from replicax.engine.signature import Options, Outputs, ResultStructure
+from replicax.engine.step_variables import StepVariables
 from replicax.engine.variables import (
     ChildScope,
     RecordingScope,
@@ -37,9 +37,7 @@ from replicax.engine.variables import (
     ValueScope,
     Variable,
     distinct,
-    fold_replica_into_seed,
     is_seed_state,
-    restore_seed,
     used_variables,
 )
 
@@ -68,7 +66,7 @@ class ReplicaStep:
         analysis: Facts from an earlier trace, which change the next trace.
         mirrored_sums: Ids of variables of aggregation `"sum"` to which all replicas
             assigned the same value in a trace so far.
-        trains: Whether the function applies an optimizer; False until it is traced.
+        trains: Whether the function has applied an optimizer in a trace so far.
         results: The structure of the function's results; empty until it is traced.
     """
 
@@ -99,11 +97,7 @@ class ReplicaStep:
         self.divides_updates = group.divides_updates and not self._are_rows
 
     def discover(self, leaves: Sequence[PyTree]) -> list[Update]:
-        """Find the variables; return the updates that the strategy's home makes.
-
-        The recording scope is entered outside the trace, so variables that the function
-        creates are initialised when the scope closes.
-        """
+        """Find the variables; return the updates that the strategy's home makes."""
         try:
             updates = self._discover(leaves)
         except UpdatePendingError as error:
@@ -128,6 +122,8 @@ class ReplicaStep:
         return []
 
     def _discover(self, leaves: Sequence[PyTree]) -> list[Update]:
+        # Entered outside the trace: variables that the function creates are initialised
+        # when this scope closes.
         recorder = RecordingScope()
         updates: list[Update] = []
 
@@ -183,7 +179,7 @@ class ReplicaStep:
     def on_devices(
         self, body: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., PyTree]:
-        """Map `body`, one device's part of the program, over all devices."""
+        """Map `body`, the program of one device, over all devices."""
         # `checks.analysis` checks instead of JAX (`check_vma`) that results are equal.
         return jax.shard_map(
             body,
@@ -195,11 +191,10 @@ class ReplicaStep:
         )
 
     def on_replicas(self) -> Callable[[Arrays, Arrays, Leaves], PyTree]:
-        """The program for all devices: of written values, read values and leaves.
+        """A function of written values, read values and leaves, for all devices.
 
-        If replicas divide the updates, each step has two parts: replicas compute the
-        gradients, then XLA's partitioner divides the updates as weights and optimizer
-        state are sharded. After the last step, replicas call `Options.finish`.
+        If replicas divide the updates, XLA's partitioner divides them after each step
+        as weights and optimizer state are sharded.
         """
         group, axis = self._group, self._group.axis.name
         layouts = [group.layout(v) for v in self.inputs]
@@ -240,8 +235,6 @@ class ReplicaStep:
         return program
 
     def _run(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
-        """One device's part of the program."""
-
         def once(values: Arrays, leaves: Leaves) -> tuple[Arrays, PyTree]:
             out, gradients, new = self._step(values, read, leaves)
             return new, (out, gradients)
@@ -255,7 +248,7 @@ class ReplicaStep:
         written: Arrays,
         leaves: Leaves,
     ) -> tuple[Arrays, T]:
-        """Run one step, or scan over several: new values, and the program's results."""
+        """Run one step, or scan over several; return new values, and the results."""
         if self._options.num_steps is None:
             return once(written, leaves)
         new, out = lax.scan(once, written, leaves)
@@ -271,7 +264,7 @@ class ReplicaStep:
         gradients: Sequence[Arrays],
         layouts: Sequence[NamedSharding],
     ) -> Arrays:
-        """The values of `written` after the updates of a step."""
+        """The values of `written` after the deferred updates of a step."""
         new_values = dict(zip(map(id, self.written), values, strict=True))
         for update, grads in zip(self.updates, gradients, strict=True):
             changed = [id(v) for v in update.changed]
@@ -288,7 +281,7 @@ class ReplicaStep:
         return self._arguments.specs(self._group.axis.name, leading)
 
     def out_specs(self) -> PartitionSpec | list[PartitionSpec]:
-        """The specs of the results over the devices; one spec if it is that of all."""
+        """A spec for each result, or one spec for all results."""
         # A single replica's results are not split: its rows may be scalars.
         is_alone = self._group.num_replicas == 1
         if self._options.outputs is Outputs.MIRRORED or is_alone:
@@ -305,7 +298,7 @@ class ReplicaStep:
 
             def finished(out: Arrays) -> Arrays:
                 context = self._context()
-                wholes = self._wholes(context, values)
+                wholes = self._variables.wholes(context, values)
                 with entered_context(context), self._scope_of(wholes):
                     return self._flat_results(finish(self.results.unflatten(out)))
 
@@ -320,7 +313,7 @@ class ReplicaStep:
 
     @property
     def num_results(self) -> int:
-        """Number of the results whose form depends on whether they are equal."""
+        """Number of results that are returned once if equal on all replicas."""
         is_per_replica = self._options.outputs is Outputs.PER_REPLICA
         return self.results.num_arrays if is_per_replica else 0
 
@@ -331,7 +324,6 @@ class ReplicaStep:
         return self.analysis.equal_results or (False,) * num
 
     def _step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
-        """The step of one device's replicas, with their written variables combined."""
         out, gradients, new = self._on_device(
             lambda leaves: self._replica_step(written, read, leaves), leaves
         )
@@ -349,10 +341,10 @@ class ReplicaStep:
         return group.mapped(fn, (split,))(leaves)
 
     def _replica_step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
-        """Trace the function for one replica, and combine the variables it writes."""
         context = self._context()
         with entered_context(context):
-            start = self._start_values(context, written, read)
+            variables = self._variables
+            start = variables.start(context, [*written, *read])
 
             def trace_of(call: Callable[[], PyTree]) -> StepTrace:
                 return StepTrace(call, lambda: self._scope_of(start))
@@ -375,7 +367,7 @@ class ReplicaStep:
             }
             if self.mirrored_sums <= self.analysis.mirrored_sums:  # Not traced again.
                 self._warn_of_workers(context)
-            combined = self._combined(context, written, changed)
+            combined = variables.combined(context, written, changed)
             # Cast: weakly typed values, of assigned Python numbers, would recompile.
             combined = {
                 i: x if is_seed_state(self.written[i]) else self._marked(x)
@@ -393,13 +385,14 @@ class ReplicaStep:
         return [self._marked(x) for x in self.results.arrays(out)]
 
     def _marked(self, x: jax.Array) -> jax.Array:
-        """Mark a value that differs between the replicas of one device.
+        """Declare a value that differs between the replicas of one device.
 
-        A sum over the devices alone leaves it so, but the analysis knows devices only.
+        The analysis only knows devices.
         """
         is_one = self._group.num_per_device == 1
+        # With `num_active`, a value may depend on the replica and yet be equal on all.
         if is_one or self._options.num_active is not None or not is_batched(x):
-            return x  # Of some replicas, equal values are computed from own ones.
+            return x
         return declare_differing(x)
 
     def _context(self) -> ReplicaContext:
@@ -410,76 +403,14 @@ class ReplicaStep:
             divides_updates=self.divides_updates,
         )
 
+    @property
+    def _variables(self) -> StepVariables:
+        return StepVariables(self._group, self.written, self.inputs, self.analysis)
+
     def _scope_of(self, values: Arrays) -> ValueScope:
         return ValueScope(self.inputs, values, self._name, unused=self.unused)
 
-    def _start_values(
-        self, context: ReplicaContext, written: Arrays, read: Arrays
-    ) -> Arrays:
-        """The inputs' values for this replica at the start of the step."""
-        values = self._wholes(context, [*written, *read])
-        for i, variable in enumerate(self.inputs):
-            if is_seed_state(variable):
-                values[i] = fold_replica_into_seed(
-                    values[i], context.replica_id_of_seeds
-                )
-            elif i < len(written) and self._aggregation(variable) == "sum":
-                context.summands.add(id(variable))
-                values[i] = context.summand(values[i])
-        return values
-
-    def _aggregation(self, variable: Variable) -> str:
-        """The variable's aggregation, or `"none"` for a sum of equal values."""
-        return (
-            "none"
-            if id(variable) in self.analysis.mirrored_sums
-            else variable.aggregation
-        )
-
-    def _wholes(self, context: ReplicaContext, values: Arrays) -> Arrays:
-        """The inputs' values; blocks are gathered."""
-        dims = [self._group.layouts.dim_of(v) for v in self.inputs]
-        return [
-            x if dim is None else context.blocked.whole(Block(x, dim))
-            for x, dim in zip(values, dims, strict=True)
-        ]
-
-    def _combined(
-        self, context: ReplicaContext, old: Arrays, new: Mapping[int, jax.Array]
-    ) -> dict[int, jax.Array]:
-        """Combine the written variables' values, by the variables' positions."""
-        combined: dict[int, jax.Array] = {}
-        # One reduction for all means, and one for all sums. Each replica's value of a
-        # "sum" variable started as a summand of the old value, so the sum is right.
-        joined: dict[str, dict[int, jax.Array]] = {"mean": {}, "sum": {}}
-        for i, value in new.items():
-            variable = self.written[i]
-            aggregation = self._aggregation(variable)
-            if is_seed_state(variable):
-                combined[i] = restore_seed(value, old[i])
-            elif aggregation in joined:
-                joined[aggregation][i] = value
-            else:
-                combined[i] = self._mirrored(context, i, value)
-        return combined | context.mean(joined["mean"]) | context.sum(joined["sum"])
-
-    def _mirrored(
-        self, context: ReplicaContext, number: int, new: jax.Array
-    ) -> jax.Array:
-        """The device's value, or block, of a variable that is equal on all replicas."""
-        variable = self.written[number]
-        if id(variable) in self.analysis.from_first:
-            new = context.first(new)
-        dim = self._group.layouts.dim_of(variable)
-        if dim is None:
-            return new
-        block = context.blocked.block_of(new)
-        if block is None or block.dim != dim:
-            block = cut(declare_whole(new, number), dim, self._group.axis)
-        return block.data
-
     def _warn_of_workers(self, context: ReplicaContext) -> None:
-        """Warn of metrics of the whole batch if workers' states are added up."""
         home = self._group.strategy.home
         names = dict.fromkeys(context.model.metrics_of_whole)
         if names and home.adds_up(trains=context.has_trained):

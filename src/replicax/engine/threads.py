@@ -1,9 +1,9 @@
 """Lets several threads read variables while programs donate their arrays.
 
-A program donates the arrays of the variables that it writes. Another thread may still
-hold such an array, and JAX crashes on deleted arrays of several devices. So a thread
-that reads a variable gets its own array only if no other thread uses variables.
-Otherwise it gets a copy, made between two programs.
+A program deletes the old arrays of the variables that it writes, by donation. JAX would
+crash if another thread used such an array. So a thread that reads a variable gets the
+variable's own array only if no other thread uses variables; otherwise a copy, made
+between two programs.
 """
 
 import contextlib
@@ -33,11 +33,9 @@ __all__ = [
 T = TypeVar("T")
 
 order = threading.RLock()
-"""Held while a program is dispatched and its results are stored, and while variables
-are assigned or copied.
+"""The lock of dispatches, and of reads and writes of variables.
 
-A program must be enqueued on all its devices before another: devices that run
-collectives in different orders deadlock.
+Programs must be enqueued on all devices in the same order, or collectives deadlock.
 """
 
 
@@ -45,21 +43,18 @@ class _Users:
     """The threads that use variables, by identifier.
 
     Attributes:
-        alone: The only such thread; None: several threads, or none yet.
-        holder: A thread that was alone and may still hold variables' own arrays; None:
-            only `alone` may.
-        threads: All such threads.
+        threads: All these threads.
+        alone: The thread if it is the only one, else None.
+        holder: A thread that was alone earlier, and may hold variables' own arrays.
         variables: All variables of strategies, by id.
         last: With several threads, the last one to dispatch, and the program's results.
     """
 
     def __init__(self) -> None:
+        self.threads: set[int] = set()
         self.alone: int | None = None
         self.holder: int | None = None
-        self.threads: set[int] = set()
-        self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
-            weakref.WeakValueDictionary()
-        )
+        self.variables = weakref.WeakValueDictionary[int, keras.Variable]()
         self.last: tuple[int, list[object]] = (0, [])
 
 
@@ -72,7 +67,7 @@ def own(variable: keras.Variable) -> None:
 
 
 def is_alone() -> bool:
-    """Whether no other living thread uses variables; registers this thread."""
+    """Whether no other living thread uses variables, after registering this thread."""
     return _users.alone == threading.get_ident() or _register_thread()
 
 
@@ -93,8 +88,7 @@ def _register_thread() -> bool:
 def dispatch(call: Callable[[], T], *, on_cpu: bool) -> T:
     """Dispatch a program; threads dispatch one at a time.
 
-    The CPU's thread pool has room for the collectives of one program, so on CPUs
-    another thread's last program must end first.
+    CPUs have room for the collectives of one program: wait for other threads' programs.
     """
     with order:
         if is_alone():
@@ -108,7 +102,6 @@ def dispatch(call: Callable[[], T], *, on_cpu: bool) -> T:
 
 
 def _wait_for_others() -> None:
-    """Wait for the last program if another thread dispatched it."""
     thread, results = _users.last
     if thread != threading.get_ident():
         arrays = [x for x in results if isinstance(x, jax.Array)]
@@ -116,7 +109,7 @@ def _wait_for_others() -> None:
 
 
 def _replace_held_arrays() -> None:
-    """Replace arrays that another thread may hold by copies, which may be donated."""
+    """Replace arrays that another thread may hold by copies, which programs delete."""
     if _users.holder in (None, threading.get_ident()):
         return
     _users.holder = None
@@ -138,7 +131,7 @@ def _own_values() -> Generator[None]:
 
 
 def _live_values(variables: Sequence[keras.Variable]) -> list[jax.Array]:
-    """The arrays of variables; raises for a deleted array, on which JAX may crash."""
+    """The arrays of variables; a deleted array, which may crash JAX, is an error."""
     with _own_values():
         values = internals.read_values(variables)
     for variable, value in zip(variables, values, strict=True):
@@ -147,11 +140,7 @@ def _live_values(variables: Sequence[keras.Variable]) -> list[jax.Array]:
 
 
 def require_value(variable: keras.Variable, value: object) -> None:
-    """Raise if a variable's array was deleted.
-
-    Raises:
-        LostValuesError: If the array is deleted.
-    """
+    """Raise a LostValuesError if a variable's array was deleted."""
     if isinstance(value, jax.Array) and value.is_deleted():
         raise LostValuesError(
             f"variable {variable.path!r} {variable.shape}: its value has been deleted. "
@@ -181,7 +170,7 @@ def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 
 def _copy(value: jax.Array) -> jax.Array:
-    """Copy an array of several processes, each process its own shards."""
+    """Copy this process' shards of an array that is on several processes."""
     parts = _copied([x.data for x in value.addressable_shards])
     return jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)
 
@@ -192,9 +181,8 @@ _SNAPSHOT = "_replicax_snapshot"
 def value_for_reader(variable: keras.Variable) -> jax.Array:
     """A copy of a variable's value, for a thread that is not alone.
 
-    All reads in one eager call of a layer see the values after the same step. Sharded
-    values are gathered, since JAX would dispatch collectives for operations on them
-    without holding `order`.
+    All reads in one eager call of a layer see the values after the same step. There,
+    sharded values are gathered, since JAX would dispatch collectives without `order`.
     """
     call = internals.current_layer_call()
     if call is None:
@@ -218,9 +206,9 @@ def note_assigned(variable: keras.Variable) -> None:
 
 
 class VariableSnapshot:
-    """The variables' values after one step; a context in which a thread reads them.
+    """The variables' values after one step; a context in which a thread uses them.
 
-    Its assignments to these variables, and its programs' writes, stay in the snapshot.
+    In the context, the thread's assignments and programs change only the snapshot.
     """
 
     def __init__(

@@ -74,10 +74,8 @@ class PerReplica:
     def __init__(self, array: PyTree, num_active: int | None = None) -> None:
         self.array = array
         self.num_active = num_active
-        # Whether `run` returned it, since its values may differ between replicas.
-        self.is_result = False
-        # Of a state that is divided: replicas without examples have right blocks, too.
-        self.is_block = False
+        self.is_result = False  # Whether it is a result of `run`.
+        self.is_block = False  # Whether it holds the blocks of a sharded state.
 
     @property
     def values(self) -> tuple[PyTree, ...]:
@@ -107,7 +105,7 @@ class PerReplica:
         return tuple(array[i] for i in range(self.num_active or array.shape[0]))
 
     def with_array(self, array: PyTree) -> "PerReplica":
-        """A `PerReplica` of another array `[R, ...]`, for the same replicas."""
+        """A `PerReplica` of another array `[R, ...]`, with the same `num_active`."""
         return PerReplica(array, self.num_active)
 
     def __array__(
@@ -194,16 +192,11 @@ class PerReplica:
 
 
 def _holds_one(value: PerReplica) -> bool:
-    """Whether there is only one value, so that the `PerReplica` works like an array."""
     return is_array(value.array) and value.array.shape[0] == 1
 
 
 def _only_value(value: PerReplica, operation: str) -> PyTree:
-    """The value of the only replica.
-
-    Raises:
-        TypeError: If there are several values; the message names the operation.
-    """
+    """The only replica's value; a TypeError names `operation` if there are several."""
     if not _holds_one(value):
         raise _refusal(value, operation)
     return value.values[0]
@@ -217,7 +210,6 @@ def _refusal(value: PerReplica, operation: str) -> TypeError:
 
 
 def _operator(name: str) -> Callable[..., PyTree]:
-    """A special method that calls the same method of the only replica's value."""
 
     def method(value: PerReplica, *others: PyTree) -> PyTree:
         return getattr(_only_value(value, f"value.{name}"), name)(*others)
@@ -249,11 +241,8 @@ def _is_compared(other: object) -> bool:
 
 
 def _uncommitted(array: PyTree) -> PyTree:
-    """The same array, not committed to its device: JAX may copy it to another.
-
-    JAX refuses to combine a committed array with arrays on other devices.
-    """
-    if type(array) is not ArrayImpl:  # Keys of random numbers.
+    """The same array; JAX may copy it to another device, as it is not committed."""
+    if type(array) is not ArrayImpl:  # Random keys.
         return array
     return ArrayImpl(
         array.aval, array.sharding, [array], committed=False, _skip_checks=True
@@ -276,9 +265,9 @@ _num_active: dict[int, int] = {}
 
 
 def note_num_active(array: jax.Array, number: int) -> None:
-    """Record the number of replicas with examples for a result that is equal on all.
+    """Record how many replicas `strategy.reduce` and `gather` count for an array.
 
-    `strategy.reduce` and `strategy.gather` then count these replicas only.
+    `array` is a result of `run` that is equal on all replicas.
     """
     _num_active[id(array)] = number
     weakref.finalize(array, _num_active.pop, id(array), None)

@@ -1,10 +1,9 @@
 """Scopes that record or provide the Keras variables of a traced step.
 
-Inside a `keras.StatelessScope`, Keras reads and writes variables through the scope. The
-scopes here are such scopes.
+Inside a `keras.StatelessScope`, Keras reads and writes variables through the scope.
 
-Where variables are not on the replicas, or are sharded, `optimizer.apply` is deferred:
-the replicas' part of the program returns the summed gradients, and updates follow it.
+If variables are not on the replicas, or are sharded, the update of `optimizer.apply` is
+deferred: the replica function returns the summed gradients, and the update follows it.
 """
 
 import dataclasses
@@ -82,7 +81,7 @@ _RETURN_IT = (
 
 
 _VALUE_OF = "replicax_value_of"
-"""In a trace, `checkpoint_name` calls a variable's value `<this prefix>:<its id>`."""
+"""In a trace, `checkpoint_name` gives a variable's value the name `<this>:<its id>`."""
 
 
 class UndeclaredVariableError(ContextError):
@@ -90,7 +89,7 @@ class UndeclaredVariableError(ContextError):
 
 
 class UpdatePendingError(ContextError):
-    """A step needs the new value of a variable, but its update follows the step."""
+    """A step uses the new value of a variable whose update follows the step."""
 
 
 class WritesScope(keras.StatelessScope):
@@ -123,7 +122,7 @@ class WritesScope(keras.StatelessScope):
         variable, _ = update
         self._require_not_pending(variable)
         if find_top_trace(()) is not self._trace:
-            # The value would leak, or would be assigned whichever branch runs.
+            # The tracer would leak.
             raise ContextError(
                 f"variable {variable.path!r} is assigned inside {_TRACED_APART}. "
                 f"{_RETURN_IT}"
@@ -136,7 +135,7 @@ class WritesScope(keras.StatelessScope):
     ) -> None:
         """Defer an update; no two updates of a step may train the same variable.
 
-        `follows_writes`: whether the update starts from values that the step assigned.
+        `follows_writes`: whether the update uses values that the step assigned.
         """
         trained = {id(v) for other in self.deferred for v in other.variables}
         for variable in update.variables:
@@ -173,8 +172,8 @@ class WritesScope(keras.StatelessScope):
 class RecordingScope(WritesScope):
     """Records which variables a function reads, while it is traced abstractly.
 
-    Variables created in the scope are initialised when the outermost scope closes. The
-    scope adds reads to `recorder`, too.
+    Reads are added to those of `recorder`. Variables created in the scope are
+    initialised when the outermost scope closes.
     """
 
     def __init__(self, recorder: "RecordingScope | None" = None) -> None:
@@ -187,9 +186,8 @@ class RecordingScope(WritesScope):
         self.read.setdefault(id(variable), variable)
         value = super().get_current_value(variable)
         if value is None:
-            # Only shape and dtype matter here. The stored array is missing if this
-            # trace creates the variable, and some operations in a replica program
-            # refuse arrays that are placed on the mesh.
+            # Zeros in place of the variable's array: a variable that this trace creates
+            # has none, and some operations refuse an array that is on the mesh.
             value = self._unassigned.get(id(variable))
         if value is None:
             zeros = jnp.zeros(variable.shape, dtype_on_devices(stored_dtype(variable)))
@@ -204,7 +202,7 @@ class RecordingScope(WritesScope):
 
 
 def used_variables(jaxpr: AnyJaxpr) -> set[int]:
-    """Ids of the variables that a jaxpr uses; it was traced in a `RecordingScope`."""
+    """Ids of the variables that a jaxpr, traced in a `RecordingScope`, uses."""
     jaxpr = open_jaxpr(jaxpr)
     atoms = {id(x) for equation in jaxpr.eqns for x in equation.invars}
     atoms |= set(map(id, jaxpr.outvars))
@@ -222,8 +220,8 @@ def used_variables(jaxpr: AnyJaxpr) -> set[int]:
 class ValueScope(WritesScope):
     """Provides the `values` of a fixed set of `variables`; others raise an error.
 
-    Errors name `caller`. The function may also read variables with an id in `unused`,
-    whose values it does not use.
+    Errors name `caller`. Variables with an id in `unused` may be read, too; their value
+    is zeros, which the function does not use.
     """
 
     def __init__(
@@ -271,10 +269,7 @@ class ValueScope(WritesScope):
 
 
 class ChildScope(WritesScope):
-    """A scope that reads through to an outer scope, if any, but keeps its own writes.
-
-    `values` replace the outer scope's values of some variables, by id.
-    """
+    """A scope with its own writes and `values` by id; others are the outer scope's."""
 
     def __init__(
         self,
@@ -297,7 +292,7 @@ class ChildScope(WritesScope):
 
 
 def distinct(variables: Iterable[Variable]) -> list[Variable]:
-    """Drop repeated variables; keep the order of the first ones."""
+    """Drop repeated variables, in order."""
     return list({id(v): v for v in variables}.values())
 
 
@@ -307,10 +302,9 @@ def is_seed_state(variable: Variable) -> bool:
 
 
 def fold_replica_into_seed(state: jax.Array, replica_id: jax.Array) -> jax.Array:
-    """This replica's own seed state; replica 0's is `state`.
+    """This replica's seed state; replica 0 has `state`.
 
-    The odd multiplier (2**32 divided by the golden ratio) spreads neighbouring replicas
-    over the seeds; Keras hashes the seed into its random key afterwards.
+    The multiplier, 2**32 divided by the golden ratio, spreads replicas over the seeds.
     """
     # Not state.at[0].add: XLA for GPUs does not compile this update in place.
     return state + replica_id.astype(state.dtype) * jnp.array(
@@ -319,7 +313,7 @@ def fold_replica_into_seed(state: jax.Array, replica_id: jax.Array) -> jax.Array
 
 
 def restore_seed(state: jax.Array, original: jax.Array) -> jax.Array:
-    """The seed state after a step: the new counter, and the `original` seed."""
+    """The seed state after a step: the `original` seed, and the new counter."""
     return declare_mirrored(jnp.where(jnp.array([True, False]), original, state))
 
 
@@ -357,9 +351,9 @@ class Update:
 
 
 class PendingValue:
-    """Stands for the new value of a variable that a deferred update will change.
+    """Stands for the new value of a variable whose update is deferred.
 
-    Keras' stateless steps may pass it on; computing with it raises an error.
+    Keras' stateless steps may return it; computing with it raises an error.
     """
 
     def __init__(self, variable: Variable, update: Update) -> None:

@@ -46,15 +46,14 @@ def analyse(
         name: The program's name for messages.
         jaxpr: The traced program.
         group: The replicas.
-        written: The variables whose new values are the last results of the replicas.
+        written: The variables whose new values are the last outputs of the replicas.
         before: The analysis that this trace of the program used.
         mirrored_sums: Ids of `"sum"` variables that replicas assigned equal values to.
-        num_results: Number of the function's results, the first results of the
-            replicas; 0 if the program's options fix their form.
+        num_results: Number of outputs, the first ones, whose form depends on
+            `Analysis.equal_results`.
 
     Raises:
-        DivergenceError: If a mirrored variable would get values that differ between
-            replicas.
+        DivergenceError: If replicas would assign different values to a variable.
     """
     if not before.mirrored_sums.issuperset(mirrored_sums):
         sums = before.mirrored_sums.union(mirrored_sums)

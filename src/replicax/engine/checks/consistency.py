@@ -32,7 +32,7 @@ __all__ = [
     "variables_of_all_workers",
 ]
 
-_MOST_SHOWN = 8  # Elements of an argument whose values a message shows.
+_MOST_SHOWN = 8  # Arguments of at most so many elements are shown in messages.
 
 
 def checksums_of_replicas(
@@ -40,8 +40,8 @@ def checksums_of_replicas(
 ) -> np.ndarray:
     """A checksum of every copy of replicated arrays: `uint32[R, len(arrays)]`.
 
-    A difference in one bit always changes the checksum; other differences are missed
-    with a probability of 2**-32. With a single copy, all checksums are zero.
+    A difference of one bit always changes a checksum; other differences are missed with
+    a probability of 2**-32.
     """
     num_copies = mesh.shape[axis_name]
     if not arrays or num_copies == 1:
@@ -96,9 +96,9 @@ def _checksum(array: jax.Array) -> jax.Array:
 
 
 def variables_of_all_workers(labels: Labels, workers: Workers) -> list[Variable]:
-    """The variables that have a value on every worker, in the same order on all.
+    """The variables that exist on every worker, in the same order on all.
 
-    Others are skipped: Python may have freed a model on some workers only.
+    Python may have freed a model on some workers only.
     """
     variables = {json.dumps(k): v for k, v in labels if internals.has_value(v)}
     own = {label: internals.described(v) for label, v in variables.items()}
@@ -113,9 +113,10 @@ def variables_of_all_workers(labels: Labels, workers: Workers) -> list[Variable]
 def require_equal(
     group: ReplicaGroup, variables: Sequence[Variable], values: Sequence[jax.Array]
 ) -> None:
-    """Compare the devices' copies of variables, bit by bit; skip sharded variables.
+    """Compare the replicas' copies of variables bit by bit; skip sharded variables.
 
-    A DivergenceError names the variables and replicas that differ.
+    Raises:
+        DivergenceError: The message names the variables and replicas that differ.
     """
     pairs = zip(variables, values, strict=True)
     _require_equal(
@@ -127,9 +128,9 @@ def require_equal(
 def require_equal_arguments(
     group: ReplicaGroup, arguments: Mapping[str, ArrayLike]
 ) -> None:
-    """Compare the devices' copies of a call's arguments, by name; see `require_equal`.
+    """Compare the replicas' copies of a call's arguments; see `require_equal`.
 
-    Arguments that a single process copies to its own devices are equal, and skipped.
+    Copies that one process makes for its own devices are equal, and skipped.
     """
     placed = {
         name: x
@@ -159,7 +160,7 @@ def _require_equal(group: ReplicaGroup, pairs: Sequence[tuple[str, jax.Array]]) 
 
 
 def described_value(value: ArrayLike) -> str:
-    """This process' copy of an argument: its values, or the checksum of many values."""
+    """The dtype, shape and values of an argument; of a large one, its checksum."""
     if isinstance(value, jax.Array):
         array = value.addressable_shards[0].data
     else:

@@ -1,11 +1,10 @@
 """Finds which results of a jaxpr differ between replicas, in one pass over it.
 
-A data-flow analysis: inputs that differ between replicas, and the replica's index, are
-marked; a result gets the marks of its operands, and a collective over all replicas
-removes them. The pass accepts every jaxpr (`shard_map(check_vma=True)` refuses Keras'
-RNN layers) and changes no gradient.
+Inputs that differ between replicas, and the replica's index, are marked. A result gets
+the marks of its operands; a collective over all replicas removes them. (JAX's own
+`shard_map(check_vma=True)` refuses Keras' RNN layers, and changes gradients.)
 
-Marks are bits of an int, so that one pass can follow many inputs at once.
+Marks are bits of an int: one pass can follow many inputs.
 """
 
 import functools
@@ -42,13 +41,13 @@ _MIRRORED = "replicax_mirrored"
 _DIFFERING = "replicax_differing"
 _WHOLE = "replicax_whole:"
 
-# Collectives whose results are equal on all replicas, and casts without effect.
+# Collectives whose results are equal on all replicas, and casts.
 _REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin")
 _GATHERS = ("all_gather", "all_gather_invariant", "pbroadcast")
 _CASTS = ("pvary", "pcast")
 
-# Parts of the names of primitives that return another value on each device: Python's
-# callbacks, XLA's generator without a key, Pallas' generator, and data from the host.
+# Parts of the names of primitives that return a different value on each device:
+# callbacks, random generators without a key, data from the host.
 _SOURCES = ("callback", "rng_uniform", "prng_random_bits", "infeed", "recv")
 
 Eqn: TypeAlias = jex_core.JaxprEqn
@@ -89,7 +88,7 @@ def result_marks(equation: Eqn, axis_name: str) -> tuple[list[int], dict[int, in
 
 
 def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
-    """Each output's marks: those of the inputs that it may have a gradient for."""
+    """For each output, the marks of the inputs for which it may have a gradient."""
     return _Pass(None).outputs(jaxpr, marks)
 
 
@@ -101,7 +100,7 @@ class _Pass:
         self.wholes: dict[int, int] = {}
 
     def outputs(self, jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
-        """The marks of a jaxpr's outputs, from the marks of its inputs."""
+        """The marks of a jaxpr's outputs; `marks` are those of its inputs."""
         marks_of_vars = dict(zip(jaxpr.invars, marks, strict=True))
 
         def mark_of(atom: Atom) -> int:
@@ -117,7 +116,6 @@ class _Pass:
         return [mark_of(a) for a in jaxpr.outvars]
 
     def _propagate(self, eqn: Eqn, ins: list[int]) -> list[int]:
-        """The marks of an equation's outputs, from the marks of its inputs."""
         name = eqn.primitive.name
         if name == "name" and eqn.params["name"].startswith(_WHOLE):
             number = int(eqn.params["name"].removeprefix(_WHOLE))
@@ -140,13 +138,13 @@ class _Pass:
             return self.outputs(inner[0], ins)
         mark = _union(ins)
         if self._axis_name is not None:
-            # Reads of mutable arrays have effects, and foreign functions may.
+            # Reads of mutable arrays and foreign functions have effects.
             has_effects = bool(eqn.effects) and not inner and not _axes_in(eqn)
             mark |= int(has_effects or self._is_source(eqn))
         return [mark] * len(eqn.outvars)
 
     def _is_source(self, eqn: Eqn) -> bool:
-        """Whether results may differ between replicas where all operands are equal."""
+        """Whether results may differ between replicas although all operands agree."""
         name = eqn.primitive.name
         is_collective = self._axis_name in _axes_in(eqn)
         return (
@@ -185,7 +183,7 @@ class _Pass:
         cond_ins, body_ins = ins[:n_cond], ins[n_cond : n_cond + n_body]
 
         def step(carry: list[int]) -> list[int]:
-            # Replicas that leave the loop in different iterations have other results.
+            # If `stop` differs, replicas leave the loop in different iterations.
             stop = _union(self.outputs(cond, cond_ins + carry))
             return [m | stop for m in self.outputs(body, body_ins + carry)]
 
@@ -233,13 +231,11 @@ def _num_consts_and_carry(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def _axes_in(eqn: Eqn) -> tuple[str, ...]:
-    """The axes of a collective."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _is_call_of(jaxpr: Jaxpr, eqn: Eqn) -> bool:
-    """Whether an equation's operands and results are those of its inner jaxpr."""
     return (len(jaxpr.invars), len(jaxpr.outvars)) == (
         len(eqn.invars),
         len(eqn.outvars),
@@ -255,10 +251,9 @@ def divergence_error(
     variables: Sequence[keras.Variable],
     differing: Sequence[int],
 ) -> DivergenceError:
-    """Make the error for variables that would differ between replicas.
+    """The error for the variables at positions `differing`.
 
-    The last results of `equation`, a `shard_map`, are the values of `variables`, which
-    would differ at the positions `differing`.
+    The last results of `equation`, a `shard_map`, are the values of `variables`.
     """
     names = ", ".join(f"{variables[i].path!r} {variables[i].shape}" for i in differing)
     lines = [line_of(equation, i - len(variables)) for i in differing]
@@ -276,10 +271,7 @@ def divergence_error(
 
 
 def line_of(equation: Eqn, position: int) -> str | None:
-    """The user's line that computes a result of a `shard_map`: `"file.py, line 3"`.
-
-    The innermost line outside of libraries; None if no user's code computes the result.
-    """
+    """The user's line, `"file.py, line 3"`, that computes a result of a `shard_map`."""
     jaxpr = open_jaxpr(equation.params["jaxpr"])
     atom: Atom = jaxpr.outvars[position]
     for _ in range(_MOST_EQUATIONS):
@@ -303,7 +295,7 @@ def line_of(equation: Eqn, position: int) -> str | None:
 
 
 def _line_of(eqn: Eqn) -> tuple[str | None, bool]:
-    """The user's innermost line of an equation, and whether replicax's code made it."""
+    """The innermost user's line of an equation, and whether replicax added it."""
     frames = list(frames_of(eqn))
     libraries = (library_of(file) for file, _, _ in frames)
     library = next((name for name in libraries if name not in ("jax", "jaxlib")), None)

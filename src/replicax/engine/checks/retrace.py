@@ -1,8 +1,8 @@
 """Compares a replay of a step function with the trace that the replay repeats.
 
-`GradientTape` differentiates the replay, but the step returns the trace's results. The
-two differ if Python state has changed in between, such as a counter or the position of
-an iterator. So the equations that compute the targets are compared.
+`GradientTape` differentiates the replay, but the step returns the trace's results. If
+Python state has changed in between, such as a counter, the equations that compute the
+targets differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def require_same_trace(
     *,
     is_trace_a_replay: bool,
 ) -> None:
-    """Raise if a replay computes other targets than the trace that it repeats.
+    """Raise a RetraceError if a replay computes other targets than its trace.
 
     Args:
         targets: The trace's targets.
@@ -53,15 +53,12 @@ def require_same_trace(
         replay: Replays once more.
         replay_unchanged: Replays without deltas.
         is_trace_a_replay: Whether the trace is itself a replay, as for nested tapes.
-
-    Raises:
-        RetraceError: The message names the user's line of an equation that differs.
     """
     difference = _find_difference(targets, replayed, is_trace_a_replay)
     if difference is None:
         return
-    # The difference may be harmless: if the function uses a variable, and also the
-    # value that it read before the tape, only the replay distinguishes the two. If
+    # A harmless difference: the function uses a variable, and also the variable's value
+    # that it read before the tape; only replays with deltas distinguish the two. If
     # Python state changes, further replays differ as well.
     again, unchanged = replay(), replay_unchanged()
     is_stable = _is_same_parameter(replayed, again)
@@ -80,13 +77,11 @@ def _find_difference(
 
 
 def require_same_values(targets: Sequence[jax.Array], values: Sequence[PyTree]) -> None:
-    """Raise if the targets of an eager step, which has no trace, differ in a replay.
-
-    `values` are the replay's targets. The comparison tolerates rounding.
-    """
+    """Raise if an eager step's targets differ from `values`, the replay's targets."""
     for target, other in zip(targets, values, strict=True):
         if _is_traced(target) or _is_traced(other):
             continue
+        # Tolerate rounding.
         rounding = float(jnp.finfo(target.dtype).eps) ** 0.5
         target, other = (np.asarray(x).astype(np.complex128) for x in (target, other))
         scale = np.max(np.abs(target), initial=0.0, where=np.isfinite(target))
@@ -108,10 +103,7 @@ def _retrace_error(difference: str) -> RetraceError:
 def _mapped(
     targets: Sequence[jax.Array], replayed: ClosedJaxpr
 ) -> tuple[Sequence[jax.Array], ClosedJaxpr]:
-    """Map a replay over the replicas of a device, if the trace is of all of them.
-
-    Returns the targets as stacked arrays of these replicas, and the mapped replay.
-    """
+    """Map a replay over the replicas of a device; also return the stacked targets."""
     values = [batch_of(x)[0] for x in replayed.consts]
     dims = [batch_of(x)[1] for x in replayed.consts]
     target_dims = [batch_of(x)[1] for x in targets]
@@ -139,7 +131,6 @@ class _Comparison:
         self._compared: set[tuple[int, int]] = set()
 
     def find_difference(self, value: PyTree, atom: Atom) -> str | None:
-        """Describe the first difference in the computations of two values, if any."""
         todo: list[tuple[PyTree, Atom, TracedEquation | None]] = [(value, atom, None)]
         while todo:
             value, atom, user = todo.pop()
@@ -163,7 +154,6 @@ class _Comparison:
         return self._producers.get(atom) if isinstance(atom, Var) else None
 
     def _constant_or_self(self, atom: Atom) -> PyTree:
-        """An atom's constant, its source without the delta, or the atom itself."""
         if isinstance(atom, Literal):
             return atom.val
         if atom in self._constants:
@@ -172,14 +162,12 @@ class _Comparison:
         return atom if source is None else source
 
     def _source_of(self, atom: Atom) -> PyTree:
-        """The source to which the replay added a delta; None if `atom` is no such sum.
-
-        Sharded weights are gathered between the sum and its `checkpoint_name`.
-        """
+        """The source if `atom` is a source plus its delta."""
         named = self._producer(atom)
         if named is None or named.params.get("name") != SOURCE_NAME:
             return None
         producer = self._producer(named.invars[0])
+        # A sharded weight is gathered between the sum and its `checkpoint_name`.
         if producer is not None and producer.primitive.name != "add":
             producer = self._producer(producer.invars[0])
         if producer is None:
@@ -203,7 +191,6 @@ def _constant_or_self(value: PyTree) -> PyTree:
 
 
 def _id(value: PyTree) -> int:
-    """An id that is equal for tracers of the same value."""
     return id(getattr(value, "val", value) if _is_traced(value) else value)
 
 
@@ -212,7 +199,6 @@ def _is_traced(value: PyTree) -> bool:
 
 
 def _is_same_leaf(value: PyTree, other: PyTree) -> bool:
-    """Whether two inputs or constants are the same."""
     if _is_traced(value) or _is_traced(other) or isinstance(other, Var):
         return _id(value) == _id(other)
     return value is other or _bits(value) == _bits(other)
@@ -242,10 +228,7 @@ def _is_same_operation(
 
 
 def _is_same_parameter(value: PyTree, other: PyTree) -> bool:
-    """Whether two parameters of a primitive are equal.
-
-    Functions, which each trace creates anew, count as equal: their jaxprs are compared.
-    """
+    """Compare two parameters of a primitive; functions count as equal."""
     if value is other:
         return True
     if type(value) is not type(other):

@@ -1,12 +1,10 @@
 """Divides gradients into buckets, and sums each bucket over the replicas.
 
-A bucket is summed while the backward pass computes the gradients of the next bucket. So
-buckets follow the order in which the backward pass computes the gradients. The last
-bucket is small, because no computation is left to hide its sum.
+A bucket is summed while the backward pass computes the gradients of the next one, so
+buckets follow the backward pass. The last bucket is small: nothing hides its sum.
 
-An all-reduce joins the gradients of a bucket to one array. For a reduce-scatter they
-stay separate arrays, since a replica needs its block of each gradient, not a block of
-the joined array; XLA scatters them together.
+An all-reduce joins the gradients of a bucket to one array. For a reduce-scatter, which
+gives a replica its block of each gradient, the gradients stay separate arrays.
 """
 
 import dataclasses
@@ -31,8 +29,8 @@ __all__ = [
     "sum_in_order",
 ]
 
-# Sizes of a bucket. Sums of smaller buckets do not fill a link, and sums of larger ones
-# start late. Between hosts, a sum has more latency.
+# The size of a bucket. Sums of smaller buckets do not fill a link, and sums of larger
+# ones start late. Between hosts, a sum has more latency.
 _LEAST_BYTES = 2**20
 _LEAST_BYTES_ACROSS_HOSTS = 2**22
 _MOST_BYTES = 2**25
@@ -46,12 +44,12 @@ class SumPlan:
     """Which gradients are summed together, in which order.
 
     Attributes:
-        buckets: Positions of each bucket's gradients, in order. Without buckets, all
-            gradients are summed in any order; otherwise only empty ones are in none.
+        buckets: Positions of each bucket's gradients, in order; only empty gradients
+            are in no bucket. Without buckets, all are summed in any order.
         deferred: For each gradient whose product XLA should compute late, the number of
             the bucket that is summed meanwhile.
         convolutions: Positions of the gradients of convolutions' kernels.
-        scatters: Whether each replica gets a block of a sum, or the whole sum.
+        scatters: Whether each replica gets its block of a sum, or the whole sum.
     """
 
     buckets: Sequence[Sequence[int]] = ()
@@ -117,10 +115,9 @@ def overlapping_buckets(
 ) -> list[list[int]]:
     """Buckets in the order in which the backward pass computes the gradients.
 
-    The first buckets are small, so that the link has work early. Nothing hides the last
-    sum, so the last bucket is small; if the backward pass ends with large gradients,
-    such as of embeddings, the bucket has gradients that are computed earlier. Returns
-    no buckets if all gradients fit into one.
+    The first buckets are small, so that the link has work early. If the backward pass
+    ends with large gradients, such as of embeddings, the last bucket has gradients that
+    are computed earlier. Returns no buckets if all gradients fit into one.
     """
     total = sum(sizes.values())
     most = bytes_of_bucket(total, spans_hosts=spans_hosts)
@@ -143,9 +140,9 @@ def overlapping_buckets(
 def _last_bucket(
     order: list[int], sizes: Mapping[int, int], origins: Mapping[int, Origin], most: int
 ) -> list[int]:
-    """The last bucket: the latest products, of at most `most` bytes together.
+    """The last bucket: the latest gradients, of at most `most` bytes together.
 
-    Later gradients that are no products are included, until one does not fit.
+    Once a gradient does not fit, only products are added.
     """
     last: list[int] = []
     depth = num_bytes = 0
@@ -193,10 +190,9 @@ def deferred_products(
 ) -> dict[int, int]:
     """The products that XLA should compute late, as `SumPlan.deferred`.
 
-    XLA's scheduler moves products and the start of sums as late as possible. So one
-    product of a bucket is deferred until the previous bucket is being summed. While a
-    bucket is scattered, weights may be gathered, too: two products of later buckets are
-    deferred.
+    XLA starts sums as late as possible. So one product of a bucket is deferred until
+    the previous bucket is being summed; while a bucket is scattered, two products of
+    later buckets, since weights may be gathered, too.
     """
     products = [[i for i in bucket if origins[i].product] for bucket in buckets]
     if not scatters:
@@ -221,9 +217,10 @@ def sum_in_order(
 ) -> dict[int, jax.Array]:
     """Sum gradients as planned; `send` sums a bucket's arrays over the replicas.
 
-    For `weights` and `updates_are_last` see `sum_gradients`. Kernels of convolutions
-    wait for their sums: the backward pass needs the transposed kernel, and XLA would
-    otherwise fuse the transpose with the update, and so delay it.
+    In `weights`, kernels of convolutions are replaced by equal values that wait for
+    their gradients' sums. The backward pass needs the transposed kernel, and XLA would
+    otherwise fuse the transpose with the update, and so delay it. For
+    `updates_are_last` see `sum_gradients`.
     """
     computed, sums = dict(grads), dict[int, jax.Array]()
     before: list[jax.Array] = []  # Computed before the previous bucket's sum.
@@ -257,8 +254,7 @@ def sum_in_order(
 def _computed_after(grad: jax.Array, previous: list[jax.Array]) -> jax.Array:
     """Recompute a gradient's product from inputs that wait for `previous`.
 
-    XLA drops the original product, which is then unused. XLA would compute that product
-    long before, since it expects the updates of weights to hide the last sums.
+    XLA drops the original product, which it would have computed long before.
     """
     *path, (product, _) = path_to_product(grad)
     *inputs, _ = lax.optimization_barrier((*product.in_tracers, previous))

@@ -1,7 +1,6 @@
 """Finds the matrix products and convolutions that compute gradients in a trace.
 
-Both are called products here. `buckets` orders gradients by the products that they
-depend on, and defers some products.
+Both are called *products* here.
 """
 
 import dataclasses
@@ -78,9 +77,8 @@ def path_to_product(
 ) -> list[tuple[TracedEquation, int]]:
     """The equations from a value back to the product that computes it; [] if none does.
 
-    In between are casts, changes of layout and elementwise operations, such as the
-    addition of a regularizer's gradient. With each equation comes the number of its
-    input that leads to the product.
+    In between are casts, changes of layout and elementwise operations. Each equation
+    comes with the number of its input that leads to the product.
     """
     equation = equation_of(value)
     if equation is None or max_length == 0:
