@@ -37,42 +37,27 @@ NOT_RUN = "not run"
 HEADER = """\
 # Programs of the texts that replicax began with
 
-replicax began with five texts about `tf.distribute`: notes (000), a chapter of a
-handbook (001), TensorFlow's guide (002) and two articles (003, 004). This page lists
-every program in them. Each is the code as its author wrote it, in
-[`tests/seeds/blocks`](../tests/seeds/blocks), ported by
-[`replicax migrate`](migrate.md) with nothing left to do by hand, and run.
+See here how far [`replicax migrate`](migrate.md) carries programs as people write them: every
+program of five texts about `tf.distribute`, ported with nothing left to do by hand, and run.
+The texts are notes (000), a chapter of a handbook (001), TensorFlow's guide (002) and two
+articles (003, 004); the code is in [`tests/seeds/blocks`](../tests/seeds/blocks).
 
-`python scripts/seeds_table.py` writes this page; `tests/seeds/test_blocks.py` runs the
-same programs as tests.
+- **lines** are the author's, without empty ones; **ported** are those that the command changed
+  or took out; **repaired** are broken in the text, such as `model.complie`.
+- What a text presupposes, such as `train_dataset`, was written for TensorFlow and ported too.
+  Seed 001 includes its program from a file that the text does not contain, so it is written
+  from its description.
+- Where a text has GPUs and the machine has none, the result is an error that says so. Programs
+  for TPUs are compiled by the TPU compiler and not run.
+- Losses are the first and the last epoch's, on CPU devices of two cores, with few examples an
+  epoch: they show that a program trains, not how well it would.
 
-- **lines**: of the author's blocks, without empty ones. **ported**: how many of them
-  the command changed or took out. **repaired**: lines that are broken in the text, such
-  as `model.complie`; beside each repaired line stands what it was.
-- What a text presupposes, such as `train_dataset`, stands in preludes, and what it says
-  in words only, such as a last `fit`, in codas. They are written for TensorFlow too and
-  ported with the blocks. Line breaks and indentation that a text has lost are back.
-- Where a text has GPUs and the machine has none, the result is an error that says so.
-  Programs that list their devices run a second time, on CPU devices instead.
-- Epochs are as many as in the text, and batches as large where it says how large, but
-  an epoch has few examples: MobileNetV2 gets one batch of 64 photos, ResNets two of 4
-  digits. Both see 224x224 pixels, as in the texts. Other data are digits and patients
-  that come with scikit-learn, and the guide's own ones. So the losses show that a
-  program trains, not how well it would.
-- Seed 001 includes its program from a file that the text does not contain: its two
-  MobileNetV2 programs are written from its description, around the author's lines.
-  Each trains on one of its two sets of photos. Their batches have 64 images, as in its
-  first table; 256 on four devices is not run.
-
-Losses are the first and the last epoch's, all on CPU devices of one machine with two
-cores. Programs for TPUs are compiled by the TPU compiler and not run.
+`python scripts/seeds_table.py` writes this page.
 
 """
 COLUMNS = (
     "program",
     "section of the text",
-    "blocks",
-    "strategy",
     "lines",
     "ported",
     "repaired",
@@ -95,8 +80,7 @@ def lines_of(program_name: str) -> Counts:
 def row(program: Program, result: str) -> str:
     """The row of a program in the page."""
     lines = lines_of(program.name)
-    blocks = ", ".join(f"`{block}`" for block in program.blocks)
-    cells = [f"`{program.name}`", program.title, blocks, f"`{program.strategy}`"]
+    cells = [f"`{program.name}`", program.title]
     cells += [str(lines.source), str(lines.changed), str(lines.repaired)]
     return f"| {' | '.join([*cells, how(program), result])} |\n"
 
