@@ -58,7 +58,6 @@ guide (002) and two articles (003, 004); the code is in
 """
 COLUMNS = (
     "program",
-    "section of the text",
     "lines",
     "ported",
     "repaired",
@@ -81,7 +80,7 @@ def lines_of(program_name: str) -> Counts:
 def row(program: Program, result: str) -> str:
     """The row of a program in the page."""
     lines = lines_of(program.name)
-    cells = [f"`{program.name}`", program.title]
+    cells = [f"`{program.name}`"]
     cells += [str(lines.source), str(lines.changed), str(lines.repaired)]
     return f"| {' | '.join([*cells, how(program), result])} |\n"
 
