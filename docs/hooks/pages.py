@@ -23,7 +23,7 @@ _LONG = re.compile(r"\w{20,}")
 _BREAK = re.compile(r"(?<=[.(=/])(?<!rx\.)(?=[A-Za-z])")
 _BREAK_IN_LONG = re.compile(r"(?<=_)(?=\w)|(?<=[a-z])(?=[A-Z])")
 _NAME = re.compile(r"<code>((rx|strategy)\.([\w.]*\w))(?:\([^<]*\))?</code>")
-_OPTION = re.compile(r"<code>(?=--[^<]{1,22}</code>)")
+_OPTION = re.compile(r"<code>(?=--[^<]{1,30}</code>)")
 _CLOSED = re.compile(r"(<(a|pre|h\d)\b.*?</\2>)", re.DOTALL)
 _NAME_ALONE = re.compile(
     r'<div class="doc-signature highlight"><pre><span></span><code>'
