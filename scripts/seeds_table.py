@@ -20,13 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 os.environ.setdefault("REPLICAX_COMPILATION_CACHE", "off")
 
 from tests.seeds.blocks import PROGRAMS  # noqa: E402
-from tests.seeds.blocks_program import (  # noqa: E402
-    Machines,
-    Planned,
-    Process,
-    Program,
-    Tasks,
-)
+from tests.seeds.blocks_program import Program  # noqa: E402
 from tests.seeds.blocks_run import check, migrate, start  # noqa: E402
 from tests.seeds.blocks_source import Counts, counts  # noqa: E402
 
@@ -61,7 +55,6 @@ COLUMNS = (
     "lines",
     "ported",
     "repaired",
-    "run as",
     "result",
 )
 
@@ -82,21 +75,7 @@ def row(program: Program, result: str) -> str:
     lines = lines_of(program.name)
     cells = [f"`{program.name}`"]
     cells += [str(lines.source), str(lines.changed), str(lines.repaired)]
-    return f"| {' | '.join([*cells, how(program), result])} |\n"
-
-
-def how(program: Program) -> str:
-    """How a program is started."""
-    match program.run:
-        case Process(num_devices):
-            return f"process, {num_devices} devices"
-        case Tasks(workers, ps):
-            servers = f" --ps {ps}" if ps else ""
-            return f"`replicax run --workers {workers}{servers}`"
-        case Machines(addresses):
-            return f"{len(addresses)} processes with their own `TF_CONFIG`"
-        case Planned(topology):
-            return f"`replicax plan --topology {topology}`"
+    return f"| {' | '.join([*cells, result])} |\n"
 
 
 def run(program: Program) -> tuple[str, bool]:

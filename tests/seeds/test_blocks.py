@@ -74,6 +74,4 @@ def test_the_page_has_all_programs_and_their_lines(tmp_path: Path) -> None:
         ported = migrate(program, tmp_path).read_text(encoding="utf-8")
         lines = counts(program, ported)
         expected = [str(lines.source), str(lines.changed), str(lines.repaired)]
-        assert [cell.strip() for cell in cells.split("|")][:3] == expected, (
-            program.name
-        )
+        assert [cell.strip() for cell in cells.split("|")][:3] == expected, program.name
