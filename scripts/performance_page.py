@@ -24,13 +24,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 def blocks() -> dict[Path, list[str]]:
     """The lines that each page has between its marks."""
     groups = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("raw/*"))]
-    short = headline(groups)
     return {
-        ROOT / "README.md": [*gpu_steps(groups), "", *short],
+        ROOT / "README.md": [*gpu_steps(groups), "", *headline(groups)],
         ROOT / "docs" / "performance.md": [
             *machines(groups),
-            "",
-            *short,
             "",
             *summary(groups),
             *pictures(),

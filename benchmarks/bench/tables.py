@@ -212,15 +212,15 @@ def machines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     Args:
         groups: What `measure` returned.
     """
-    found = {
-        (
-            f"{group['machine']['processor']}, {group['machine']['cores']} cores, "
-            f"{group['machine']['system']}{_gpu(group)}; {_versions(group)}; "
-            f"{group['date']}"
+    dates: dict[str, set[str]] = {}
+    for group in groups:
+        machine = group["machine"]
+        line = (
+            f"{machine['processor']}, {machine['cores']} cores, "
+            f"{machine['system']}{_gpu(group)}; {_versions(group)}"
         )
-        for group in groups
-    }
-    return [f"- {line}" for line in sorted(found)]
+        dates.setdefault(line, set()).add(group["date"])
+    return [f"- {line}; {', '.join(sorted(dates[line]))}" for line in sorted(dates)]
 
 
 def _gpu(group: Mapping[str, Any]) -> str:
@@ -236,7 +236,9 @@ def _versions(group: Mapping[str, Any]) -> str:
             unlike = merged.get(name, version) != version
             merged[f"{name} ({environment})" if unlike else name] = version
     python = group["machine"]["python"]
-    return f"Python {python}, " + ", ".join(f"{k} {v}" for k, v in merged.items())
+    return f"Python {python}, " + ", ".join(
+        f"{k} {v}" for k, v in sorted(merged.items())
+    )
 
 
 def _target_lines(found: Sequence[Figure]) -> list[str]:
