@@ -26,7 +26,7 @@ SATELLITES := --editable packages/estimator --editable packages/migrate
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench demo docs soak test test-all test-cuda test-gpu test-next test-nightly \
+.PHONY: bench demo docs release soak test test-all test-cuda test-gpu test-next test-nightly \
   test-packages \
   lint lint-types lint-rest format clean help
 
@@ -75,6 +75,10 @@ soak: $(VENV)/.test ## long trainings whose processes are killed; takes half an 
 
 docs: $(VENV)/.docs ## the site, into site/; fails on broken links
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+release: $(VENV)/.test ## wheels that are built and tried on all Pythons; uploads nothing
+	$(PIP_INSTALL) '.[release]'
+	$(PY) scripts/release.py
 
 # Types take as long as all the rest: beside it. Either one's failure is lint's.
 lint: $(VENV)/.test ## style, types, layers, spelling and file sizes; changes nothing

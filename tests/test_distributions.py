@@ -1,23 +1,16 @@
 """The three distributions: built, and installed into an empty environment."""
 
-import os
-import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import replicax
+from release import DISTRIBUTIONS, VERSIONS, build, call, refusals, try_out
 
 ROOT = Path(__file__).parents[1]
-DISTRIBUTIONS = {
-    "replicax": ROOT,
-    "replicax_estimator": ROOT / "packages" / "estimator",
-    "replicax_migrate": ROOT / "packages" / "migrate",
-}
 DATA = {
     "replicax": [
         "py.typed",
@@ -31,49 +24,14 @@ DATA = {
 pytestmark = pytest.mark.timeout(120)
 
 
-def call(*command: object, folder: Path | None = None) -> str:
-    """What a command prints; it must succeed, and finds no checkout."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env={**environment, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def build(kind: str, source: Path, folder: Path) -> Path:
-    """Build a distribution's wheel or sdist."""
-    call(
-        sys.executable,
-        "-m",
-        "hatchling",
-        "build",
-        "-t",
-        kind,
-        "-d",
-        folder,
-        folder=source,
-    )
-    (path,) = folder.iterdir()
-    return path
-
-
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheel of each distribution, built from its sdist."""
     paths = {}
     for name, source in DISTRIBUTIONS.items():
         folder = tmp_path_factory.mktemp(name)
-        sdist = build("sdist", source, folder / "sdist")
-        with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
-        unpacked = folder / sdist.name.removesuffix(".tar.gz")
-        paths[name] = build("wheel", unpacked, folder / "wheel")
+        build(ROOT / source, folder, "--no-isolation")
+        (paths[name],) = folder.glob("*.whl")
     return paths
 
 
@@ -115,13 +73,6 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-THERE = """
-import replicax as rx
-import replicax_migrate
-print(rx.estimator.Estimator.__name__, rx.feature_column.numeric_column("x").key)
-ported = replicax_migrate.port(b"import tensorflow as tf\\nx = tf.abs(y)\\n")
-print(ported.source.decode())
-"""
 
 
 @pytest.mark.slow
@@ -135,7 +86,48 @@ def test_each_distribution_adds_its_part(
     assert "migrate" not in call(command, "--help")
     install(environment, wheels["replicax_estimator"])
     install(environment, wheels["replicax_migrate"])
-    printed = call(python, "-c", THERE)
-    assert "Estimator x\n" in printed
-    assert "x = keras.ops.abs(y)\n" in printed
-    assert "migrate" in call(command, "--help")
+    try_out(environment)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed checkout with versions and changelogs that can be released."""
+    root = tmp_path_factory.mktemp("checkout")
+    changelogs = [Path(source) / "CHANGELOG.md" for source in DISTRIBUTIONS.values()]
+    for name in [*VERSIONS, *changelogs]:
+        text = (ROOT / name).read_text()
+        text = text.replace("[Unreleased]: ", "[").replace(
+            f"[{replicax.__version__}\n", f"[{replicax.__version__}] - 2030-01-01\n"
+        )
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    call("git", "init", "--quiet", folder=root)
+    call("git", "add", ".", folder=root)
+    call("git", *author, "commit", "--quiet", "--message", "Begin", folder=root)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "problem"),
+    [
+        ("CITATION.cff", "version: 0", "version: 9", "the versions differ: "),
+        ("packages/migrate/pyproject.toml", "replicax==0", "replicax==9", "differ"),
+        ("packages/estimator/pyproject.toml", 'version = "0', 'version = "9', "differ"),
+        ("CHANGELOG.md", "## [0", "## [9", "CHANGELOG.md has no section for 0"),
+        ("packages/migrate/CHANGELOG.md", "## [0", "## [9", "packages/migrate/CHA"),
+    ],
+)
+def test_a_release_is_refused(
+    checkout: Path, name: str, old: str, new: str, problem: str
+) -> None:
+    assert list(refusals(checkout)) == []
+    text = (checkout / name).read_text()
+    assert text.count(old) == 1
+    (checkout / name).write_text(text.replace(old, new))
+    try:
+        dirty, other = refusals(checkout)
+    finally:
+        (checkout / name).write_text(text)
+    assert dirty == f"files have changes: {name}; commit them"
+    assert problem in other
