@@ -72,8 +72,7 @@ def main(root: Path) -> int:
     shutil.rmtree(dist, ignore_errors=True)
     for folder in DISTRIBUTIONS.values():
         build(root / folder, dist)
-    files = sorted(dist.iterdir())
-    call(sys.executable, "-m", "twine", "check", "--strict", *files)
+    call(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     for python in re.findall(r":: (3\.\d+)\"", pyproject):
         for resolution in ("lowest-direct", "highest"):
@@ -109,11 +108,11 @@ def refusals(root: Path) -> Iterator[str]:
 
 def call(*command: object, folder: Path | None = None) -> str:
     """Return a command's output; raise if it fails. It gets no PYTHONPATH."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=folder,
-        env={**environment, "JAX_PLATFORMS": "cpu"},
+        env={**variables, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
