@@ -15,21 +15,9 @@ from typing import Any, Protocol
 import jax._src.array
 import jax.core
 import jax.extend.core
-from jax._src.interpreters import pxla
 
 ArrayImpl = jax._src.array.ArrayImpl
 """The class of concrete arrays: its constructor does not check the parts."""
-
-
-def put_everywhere(value: Any, like: jax.Array) -> jax.Array:
-    """Copy a value to all devices of a replicated array of the same shape and dtype.
-
-    Faster than `jax.device_put`, which first infers the arguments of this function.
-    """
-    sharding: Any = like.sharding
-    devices = list(sharding.mesh.devices.flat)
-    values = [value] * len(devices)
-    return pxla.batched_device_put(like.aval, sharding, values, devices)
 
 
 class TracedEquation(Protocol):

@@ -153,7 +153,7 @@ class PlacedVariable(_Variable):
         self.initialized()
 
     def _direct_assign(self, value: Any) -> None:
-        value = self.placed(value, own_value(self))
+        value = self.placed(value)
         if _state.values is not None and _state.values.has(self):
             _state.values.write([self], [value])
         else:
@@ -163,8 +163,8 @@ class PlacedVariable(_Variable):
         """Handle the variable's first value."""
         raise NotImplementedError
 
-    def placed(self, value: Any, old: Any) -> Any:
-        """Place an assigned value; `old` is None for the first one."""
+    def placed(self, value: Any) -> Any:
+        """Place an assigned value."""
         raise NotImplementedError
 
 

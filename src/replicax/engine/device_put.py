@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.stages import Wrapped
 
-from replicax._private.jax import put_everywhere
 from replicax._util.stand_ins import is_described
 from replicax._util.types import PyTree
 from replicax.cluster import workers
@@ -33,25 +32,11 @@ __all__ = [
 _WIDE = (np.dtype("int64"), np.dtype("uint64"))
 
 
-def laid_out(value: PyTree, sharding: NamedSharding, like: PyTree = None) -> jax.Array:
+def laid_out(value: PyTree, sharding: NamedSharding) -> jax.Array:
     """Place a value, equal in every process, by a sharding, without communication.
 
-    (`jax.device_put` would compare the processes' values: a collective at each call.)
-
-    `like` may be an array of the same shape and dtype that is replicated over these
-    devices, such as the old value. JAX then takes a tenth of the time, but may read the
-    memory of `value` after the return.
+    `jax.device_put` would compare the processes' values, with a collective.
     """
-    if (
-        isinstance(like, jax.Array)
-        and like.sharding == sharding
-        and (like.shape, like.dtype) == (value.shape, value.dtype)
-        and like.is_fully_replicated
-        and sharding.is_fully_addressable
-        and not is_key(like)
-        and (type(value) is np.ndarray or value.sharding.num_devices == 1)
-    ):
-        return put_everywhere(value, like)
     if has_no_devices(sharding):
         return value
     if sharding.is_fully_addressable:

@@ -135,11 +135,11 @@ class _StrategyMixin(PlacedVariable):
         ):
             copy = np.array(value, "float32" if is_number else None)
             if (copy.shape, copy.dtype) == (old.shape, old.dtype):
-                return device_put.laid_out(copy, layout, like=old)
+                return device_put.laid_out(copy, layout)
         return _copied(value)
 
-    def placed(self, value: PyTree, old: PyTree) -> PyTree:
-        """The value in the variable's sharding, which `old` has too."""
+    def placed(self, value: PyTree) -> PyTree:
+        """The value in the variable's sharding."""
         # Keras keeps an equivalent sharding, such as that of one device for a mesh of
         # one device, and the weak type of a Python number. For JAX these are other
         # types: it would compile programs again.
@@ -152,7 +152,7 @@ class _StrategyMixin(PlacedVariable):
             if value.weak_type:
                 value = jnp.asarray(value, value.dtype)
             if value.sharding != layout:
-                value = device_put.laid_out(value, layout, like=old)
+                value = device_put.laid_out(value, layout)
         return value
 
     def __array__(
