@@ -1,9 +1,9 @@
 """Rules that combine the replicas' values of state, by the variables' paths.
 
-Each replica computes state of layers from its own rows. Keras' `aggregation` of the
-variable says how the values are combined. Where Keras or a package declares nothing, a
-strategy's rule does: as one of Keras' aggregations, or by a function that combines each
-assigned value at once, so that the step reads the combined value from then on.
+Each replica computes state of layers from its own rows. The `aggregation` of a Keras
+variable declares how the step combines its values at the end. A strategy's rule does
+the same for variables without a declaration; or it is a function that combines each
+assigned value at once, so that the step reads the combined value.
 """
 
 import dataclasses

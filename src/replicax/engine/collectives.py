@@ -1,7 +1,4 @@
-"""Cross-device operations: all-reduces and reduce-scatters over the replicas.
-
-They are traced into a replica program and use the replicas' mesh axis.
-"""
+"""Cross-device operations: all-reduces and reduce-scatters in a replica program."""
 
 import enum
 import functools
@@ -239,7 +236,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         return whole[: flat.size].reshape(value.shape)
 
     def _groups(self, axis: ReplicaAxis) -> tuple[list[list[int]], list[list[int]]]:
-        """The groups of neighbours, and the groups of their counterparts."""
+        """The groups of neighbours, and groups of one replica from each of them."""
         size = self.group_size or axis.num_per_host
         if axis.size % size:
             raise ValueError(

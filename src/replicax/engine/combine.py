@@ -131,7 +131,7 @@ def _gatherer(
 
 
 def _sharding_of_result(array: ArrayLike) -> NamedSharding | None:
-    """Replicated if `array` spans processes, so that all get it; None: JAX chooses."""
+    """Replicated if `array` is on several processes; None: JAX chooses."""
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return None

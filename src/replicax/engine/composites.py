@@ -1,8 +1,7 @@
 """Composite arrays: pytree nodes of several arrays that a user sees as one array.
 
-The components of a sparse array (`BCOO`) are its entries and indices; those of a
-quantised array are its numbers and their scale. JAX flattens a composite array like a
-dict, but the components do not have the array's rows.
+Examples are sparse arrays (`BCOO`: entries and indices) and quantised arrays (numbers
+and scale). The first dimension of these components is not the array's rows.
 
 Legend: `R` replicas. A composite array is *stacked* where each of its components is
 `[R, ...]`.

@@ -54,7 +54,7 @@ def laid_out(value: PyTree, sharding: NamedSharding) -> jax.Array:
 
 
 def is_spread(value: object) -> bool:
-    """Whether this process lacks parts of an array, which other processes hold."""
+    """Whether other processes hold parts of an array that this process lacks."""
     return isinstance(value, jax.Array) and not (
         isinstance(value, jax.core.Tracer)
         or value.is_fully_replicated
@@ -63,7 +63,7 @@ def is_spread(value: object) -> bool:
 
 
 def gathered(array: jax.Array) -> jax.Array:
-    """Gather an array whose parts are on several processes; see `resharded`."""
+    """Gather an array that several processes hold parts of; see `resharded`."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
         raise TypeError(f"gathered: expected a NamedSharding, got {sharding!r}.")
@@ -72,7 +72,7 @@ def gathered(array: jax.Array) -> jax.Array:
 
 
 def resharded(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Change the sharding of an array whose parts are on several processes.
+    """Change the sharding of an array that several processes hold parts of.
 
     A collective: all processes must call it for the same arrays in the same order.
     """
@@ -89,9 +89,9 @@ def resharded(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 def unaliased(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Place an array, in memory that a program may donate.
 
-    An array that has this sharding is returned itself. Otherwise it is copied where JAX
-    might share the memory of a shard that stays on its device; `may_alias=False` does
-    not prevent this. For an array that is on several processes it is a collective.
+    An array with this sharding is returned itself. Others are copied if JAX might share
+    the memory of a shard that stays on its device, in spite of `may_alias=False`. A
+    collective if several processes hold parts of the array.
     """
     if array.sharding == sharding:
         return array
@@ -103,7 +103,7 @@ def unaliased(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _device_order(sharding: Sharding) -> list[object]:
-    """The devices in the order of the mesh; a compiled program has one order."""
+    """The devices in the order of the mesh; a program cannot change the order."""
     if isinstance(sharding, NamedSharding) and sharding.mesh.devices is not None:
         return list(sharding.mesh.devices.flat)
     return list(sharding.device_set)
@@ -123,7 +123,7 @@ def local_value(value: PyTree) -> PyTree:
 
 
 def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """Place this process' rows of arrays that are split over all processes."""
+    """Place arrays of this process' rows, which are split over all processes."""
     if has_no_devices(sharding):
         return tree
     warn_of_wide_integers(jax.tree.leaves(tree))
@@ -139,16 +139,13 @@ def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def warn_of_wide_integers(arrays: Iterable[PyTree]) -> None:
-    """Warn of NumPy's 64-bit integers that do not fit into 32 bits.
-
-    Without `jax_enable_x64`, JAX drops the upper bits silently.
-    """
+    """Warn of NumPy's 64-bit integers of which JAX would drop the upper bits."""
     for x in arrays:
         if not isinstance(x, np.ndarray) or x.dtype not in _WIDE or not x.size:
             continue
         limits = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
         if x.view(np.uint64).max() <= limits.max:
-            continue  # One pass suffices: as unsigned, negative numbers are large.
+            continue  # In most cases one pass: as unsigned, negative numbers are large.
         least, most = x.min(), x.max()
         if least < limits.min or most > limits.max:
             warnings.warn(
@@ -166,5 +163,5 @@ def _place_keys(place: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax
 
 
 def has_no_devices(sharding: NamedSharding) -> bool:
-    """Whether arrays cannot be placed, since the devices are only described."""
+    """Whether the devices are only described, so that no array can be placed."""
     return is_described(next(iter(sharding.device_set)))

@@ -99,7 +99,7 @@ def check_cpu_pool(devices: Sequence[Device]) -> None:
     process = jax.process_index()
     num_cpu = sum(d.platform == "cpu" and d.process_index == process for d in devices)
     if num_cpu:
-        is_on()  # Raises for an unknown value now, not in the first step.
+        is_on()  # Raises for an unknown value now, not only in the first step.
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if num_cpu > 1 and threads < 2 * num_cpu:
         raise DeviceError(
@@ -122,10 +122,9 @@ def default_devices() -> list[Device]:
 def devices_of_one_kind(
     devices: Sequence[str | Device] | None, caller: str, argument: str = "devices"
 ) -> list[Device]:
-    """Find devices by their strings (None: all visible ones); check their platform.
+    """Find devices by their strings (None: all visible devices), of one platform.
 
-    A DeviceError for several platforms names the public call, `caller`, and its
-    `argument`.
+    A DeviceError for several platforms names the public `caller` and its `argument`.
     """
     if devices is None:
         return default_devices()
@@ -142,8 +141,7 @@ def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device
     """Find devices by strings such as `"gpu:0"` or `"/gpu:0"`.
 
     TF's long form `"/job:localhost/replica:0/task:0/device:GPU:0"` and JAX devices are
-    accepted, too. For an unknown, missing or repeated device, or an empty list, a
-    DeviceError names `caller`.
+    accepted, too. A DeviceError names `caller`.
     """
     if isinstance(devices, str) or not hasattr(devices, "__iter__"):
         raise DeviceError(
@@ -310,6 +308,6 @@ def _local_devices(platform: str) -> list[Device]:
 
 
 def _is_allowed(*platforms: str) -> bool:
-    """Whether JAX may start the devices of a platform with these alternative names."""
+    """Whether JAX may start the devices of a platform, which has one of these names."""
     allowed = jax.config.values.get("jax_platforms")
     return not allowed or not set(platforms).isdisjoint(allowed.split(","))

@@ -229,8 +229,8 @@ class GradientTape:
             references = [self._reference(s) for s in flat]
             grads = self._differentiate(trace, call, targets, references, flat, weights)
         else:
-            # The tape that is differentiated does not record this call, so the gradient
-            # is a constant: use the result in the trace that is replayed.
+            # No tape whose gradient this replay computes records this call, so the
+            # gradient is a constant: the result of the same call in the replayed trace.
             assert trace.parent is not None  # Only a replay has a `stop_at`.
             grads = trace.parent.results[call]
         trace.results[call] = grads
@@ -290,7 +290,7 @@ class GradientTape:
         return [g if connected & m else None for g, m in zip(grads, marks, strict=True)]
 
     def _reference(self, source: Variable | jax.Array) -> Source:
-        """A source as replays identify it: a variable, or a watched array's number."""
+        """The source: a variable, or the number of a watched array."""
         if isinstance(source, keras.Variable):
             return source
         for i, x in enumerate(self._watched):

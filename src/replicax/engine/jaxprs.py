@@ -54,10 +54,7 @@ def equations_of(jaxpr: AnyJaxpr, *primitives: str) -> Iterator[JaxprEqn]:
 
 
 def largest_array(jaxpr: AnyJaxpr) -> int:
-    """Bytes of the largest array that a jaxpr's equations compute.
-
-    A float has at least 32 bits, since XLA computes in float32 on CPUs.
-    """
+    """Bytes of the largest array that a jaxpr computes; CPUs compute in 32 bits."""
     largest = 0
     for equation in open_jaxpr(jaxpr).eqns:
         inner = inner_jaxprs(equation)

@@ -15,9 +15,8 @@ Label = tuple[str, int]
 class Labels:
     """The variables of a strategy by label.
 
-    Tasks run the same script, and so create the same variables, but the order may
-    differ, such as if one task creates its optimizer state earlier. Paths alone may be
-    equal, as layers of two models may have the same name.
+    All workers run the same script, but may create variables in different orders, such
+    as optimizer state. Two variables may have the same path.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class Labels:
         return label
 
     def find(self, label: Label) -> Variable | None:
-        """The variable of a label; None: this task has no such variable."""
+        """The variable of a label; None: this worker has no such variable."""
         return self._variables.get(label)
 
     def __iter__(self) -> Iterator[tuple[Label, Variable]]:

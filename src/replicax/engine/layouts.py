@@ -1,9 +1,8 @@
 """The shardings of variables between steps.
 
-In data parallel training, variables are replicated, or each replica holds one block of
-the optimizer state (ZeRO), or of the weights too (FSDP). A model parallel strategy
-splits weights over the devices of one replica. A weight's optimizer state is called its
-"slots".
+With data parallelism, variables are replicated, or each replica holds one block of the
+optimizer state (ZeRO), or also of the weights (FSDP). With model parallelism, weights
+are split over the devices of one replica. *Slots* are a weight's optimizer state.
 """
 
 import dataclasses
@@ -18,9 +17,9 @@ from replicax.engine.variables import Variable
 __all__ = ["FEWEST_ELEMENTS", "Layouts", "ModelSplit"]
 
 FEWEST_ELEMENTS = 1024
-"""Smaller variables are not split: communicating their blocks would cost more."""
+"""Variables with fewer elements are not split."""
 
-# For other aggregations, the step combines whole values of the replicas.
+# With other aggregations, the step combines whole values.
 _SPLIT_AGGREGATIONS = ("none", "only_first_replica")
 
 

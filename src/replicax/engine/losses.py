@@ -115,13 +115,13 @@ def scale_regularization_loss(
 
 
 def _share_scale() -> float:
-    """The factor on shares: R in `fit`, which averages gradients; 1 elsewhere."""
+    """R in `fit`, which averages gradients; else 1."""
     context = current_context()
     return 1 if context is None else context.loss_scale
 
 
 def declare_share(loss: jax.Array) -> jax.Array:
-    """Mark a loss as a share, for `is_share`; not in `fit`, where losses are whole."""
+    """Mark a loss as a share; in `fit` losses are no shares, and are returned as is."""
     context = current_context()
     is_whole = context is None or context.loss_scale == context.num_counted
     return loss if is_whole else checkpoint_name(loss, _SHARE)
@@ -173,7 +173,7 @@ def _num_replicas(num_replicas: int | None, caller: str) -> float:
 def _checked_size(
     size: SupportsIndex | jax.Array, dtype: DTypeLike, caller: str
 ) -> int | jax.Array:
-    """`size` as a positive divisor; a traced size has no value to check."""
+    """`size` as a positive divisor; a traced size is not checked."""
     if isinstance(size, Tracer):
         if size.ndim or not jnp.issubdtype(size.dtype, jnp.integer):
             raise TypeError(

@@ -1,9 +1,8 @@
 """Python numbers in Equinox modules, which are constants of a program.
 
-A number that is a field of a module, such as `p` of `eqx.nn.Dropout`, is no parameter:
-`eqx.is_array` is false for it, and `eqx.filter_jit` compiles it as a constant. If it
-became an array, optimizers would train it. In other pytrees, numbers may change between
-steps, such as `step` of Flax' `TrainState`, so they are arrays, as for `jax.jit`.
+Optimizers would train a module's number, such as `p` of `eqx.nn.Dropout`, if it became
+an array; `eqx.filter_jit` compiles it as a constant. In other pytrees, numbers such as
+`step` of Flax' `TrainState` may change between steps, so they become arrays.
 """
 
 import sys

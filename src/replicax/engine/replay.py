@@ -1,8 +1,8 @@
 """Traces of a step function, and their replays for `GradientTape`.
 
 JAX differentiates functions, and records no tape. So `tape.gradient` differentiates a
-replay of the step: a new trace from its start up to the same `gradient` call, with
-deltas as inputs that are added to the sources. XLA merges the two forward passes.
+*replay* of the step: a new trace from its start up to the same call of `gradient`. Its
+inputs are *deltas*, which it adds to the sources. XLA merges the two forward passes.
 """
 
 import dataclasses
@@ -35,14 +35,11 @@ __all__ = [
 
 
 Source: TypeAlias = Variable | int
-"""A variable, or the number of a watched array among the arrays that a tape watches."""
+"""A variable, or the number of an array among those that a tape watches."""
 
 
 class Perturbation:
-    """The sources of one tape, and the deltas that a replay adds to them.
-
-    The deltas are the replay's inputs: gradients for deltas are gradients for sources.
-    """
+    """The sources of one tape, and the deltas that a replay adds to them."""
 
     def __init__(
         self, tape_index: int, sources: list[Source], deltas: list[jax.Array]
@@ -57,16 +54,14 @@ class Perturbation:
         if position not in self._perturbed:
             changed = value + self._deltas[position]
             (self._perturbed[position],) = gathered_here([changed], [value])
-        # `checkpoint_name` adds an equation by which `rebind` finds this point of the
-        # jaxpr. Unlike a barrier, it lets XLA merge the replay with the first trace.
+        # By this equation, `rebind` finds the point of the jaxpr. Unlike a barrier, it
+        # lets XLA merge the replay with the first trace.
         return checkpoint_name(self._perturbed[position], SOURCE_NAME)
 
 
 @dataclasses.dataclass(eq=False)
 class StepTrace:
-    """One trace of a step function: the first, or a replay.
-
-    A step that runs eagerly, and each replay of it, is a `StepTrace` as well.
+    """One trace, or eager run, of a step function: the first, or a replay.
 
     Attributes:
         call: Runs the step function from its start.
@@ -101,8 +96,8 @@ class StepTrace:
                 return self.call()
         finally:
             _local.trace = outer
-            # Keras knows a layer's losses by their ids. The losses of this trace are
-            # freed, and later losses may have the same ids.
+            # Keras remembers a layer's losses by id. Freed losses of this trace and
+            # later losses may have the same ids.
             for layer in self.layers_with_losses.values():
                 loss_ids(layer).clear()
             for layer, ids in outer_ids:
@@ -135,12 +130,12 @@ class StepTrace:
         )
 
     def is_recorded(self) -> bool:
-        """Whether a tape whose gradient a replay computes records at this point."""
+        """Whether a tape whose gradient this replay computes records at this point."""
         return any(p.tape_index in self.recording for p in self.perturbations)
 
 
 class ReplayEnd(BaseException):
-    """Raised where a replay ends. A `BaseException`: no user's `except` catches it."""
+    """Ends a replay. A `BaseException`, which no user's `except Exception` catches."""
 
     def __init__(self, targets: list[jax.Array]) -> None:
         super().__init__()
@@ -179,9 +174,8 @@ def current_trace(caller: str) -> StepTrace:
 def rebind(closed: ClosedJaxpr, num_targets: int) -> ClosedJaxpr:
     """Make the equations after each `watch` use the perturbed array.
 
-    The step's Python code uses the watched array also after `watch`, so the jaxpr is
-    rewritten: equations after `watch` get the perturbed variable instead. The outputs
-    of `closed` are the targets and then pairs (watched, perturbed).
+    The step's Python code goes on with the array that it passed to `watch`. The outputs
+    of `closed` are the targets, then pairs (watched, perturbed).
     """
     jaxpr = closed.jaxpr
     pairs = jaxpr.outvars[num_targets:]

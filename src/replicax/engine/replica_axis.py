@@ -49,11 +49,9 @@ class ReplicaAxis:
     def joined_bytes(self) -> int:
         """Bytes of the largest array that `joined_sum` joins with others; 0: none.
 
-        On CPUs each array of an all-reduce is a separate message: separate sums of
-        MobileNetV2's gradients take half of a step. Between processes, a message wakes
-        threads on both sides, so it pays to join large arrays, too: steps of ResNet-18
-        and MobileNetV2 then take 0.93 of the time. On other devices XLA joins arrays.
-        Arrays of a replica on several devices are not joined.
+        On CPUs each array of an all-reduce is a separate message, which between
+        processes wakes threads on both sides. On other devices XLA joins arrays. Arrays
+        of a replica on several devices are not joined.
         """
         if not self.is_of_cpus or "+" in self.devices[0]:
             return 0

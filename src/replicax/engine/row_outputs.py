@@ -1,7 +1,7 @@
-"""Checks that a replica function returns the rows of its batch, as `predict` needs.
+"""Checks that a replica function returns rows, as `predict` needs.
 
-`predict` concatenates the replicas' results along the first dimension. The result is
-that of one device only if each row of the batch yields the same number of rows.
+`predict` concatenates the replicas' results along the first dimension. So each row of
+the batch must yield the same number of rows.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ __all__ = ["are_of_rows", "require_rows"]
 
 
 def are_of_rows(shapes: Iterable[Shape], num_rows: int) -> bool:
-    """Whether in each shape the first dimension, and only the first, is `num_rows`."""
+    """Whether in all shapes the first dimension, and no other, is `num_rows`."""
     return all(s[:1] == (num_rows,) and num_rows not in s[1:] for s in shapes)
 
 
@@ -28,8 +28,8 @@ def require_rows(
 ) -> None:
     """Raise a ValueError for results whose rows are not proportional to the batch's.
 
-    `call` computed the `results` from `arguments`, the replica's part of the batch. It
-    is traced with twice as many rows if shapes alone do not decide.
+    `call` computed `results` from `arguments`, the replica's part of the batch. If
+    shapes do not decide, it is traced again with twice as many rows.
     """
     num_rows = jax.tree.leaves(arguments, is_leaf=is_composite)[0].shape[0]
     leaves = jax.tree_util.tree_leaves_with_path(results)
@@ -39,7 +39,7 @@ def require_rows(
     try:
         doubled = _shapes_for_doubled_batch(arguments, call)
     except Exception:  # noqa: BLE001
-        # The function accepts batches of this size only, so only the shapes decide.
+        # The function accepts batches of this size only.
         doubled = [_doubled(s) if s and s[0] % num_rows == 0 else () for s in shapes]
     for (path, _), shape, actual in zip(leaves, shapes, doubled, strict=True):
         if not shape or actual != _doubled(shape):

@@ -1,8 +1,8 @@
 """Losses and metrics of the whole batch, which each replica computes from all rows.
 
-Each replica gathers the rows of all replicas and computes as one device would. Its
-gradients reach only its own rows, so the backward pass needs no communication. The sum
-of gradients over the replicas is the gradient on one device.
+Each replica gathers the rows of all replicas. Gradients reach only its own rows, so the
+backward pass needs no communication; the sum of the replicas' gradients is the gradient
+on one device.
 """
 
 import functools
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MOST_BYTES = 2**28
-"""256 MB, the most that a loss or metric gathers unless declared `whole_batch`."""
+"""Losses and metrics gather at most 256 MB, unless declared `whole_batch`."""
 
 _ROWS = "_replicax_rows"
 
@@ -172,7 +172,7 @@ def computed_whole(
 ) -> PyTree:
     """Call `fn` with the rows of all replicas that hold examples; see `whole_batch`.
 
-    All replicas compute the same values, also those that `fn` assigns to variables.
+    `fn` assigns equal values to its variables on all replicas.
     """
     arguments = (args, kwargs or {})
     is_alone = context.num_replicas_here == 1
@@ -222,9 +222,9 @@ def _rows_of_all(context: ReplicaContext, tree: PyTree) -> PyTree:
 def _gathered(own: jax.Array, context: ReplicaContext) -> jax.Array:
     """The rows of all replicas, with copies; gradients reach `own`, multiplied by R.
 
-    Combined gradients have the factor `1 / R`, from the mean over replicas in `fit` or
-    from the loss's share elsewhere. For a weight that the loss reads directly, R equal
-    gradients make up for it. A row's gradient comes from one replica only.
+    Combined gradients are divided by R, in `fit` by the mean over replicas, elsewhere
+    in the loss. That is right for a weight that `fn` reads, for which all R replicas
+    have a gradient; for a row, only one replica has a gradient.
     """
     return context.all_gather(own, 0)
 

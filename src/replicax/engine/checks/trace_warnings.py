@@ -39,5 +39,5 @@ def _is_reduced(value: jax.Array, max_depth: int = 8) -> bool:
         return False
     operands = [x for x in equation.in_tracers if x.size == value.size]
     are_reduced = [_is_reduced(x, max_depth - 1) for x in operands]
-    # A scalar's reduced operand may be a mere factor, such as a common loss scale.
+    # One operand of a scalar may be a factor, such as a common loss scale.
     return any(are_reduced) if value.size > 1 else bool(operands) and all(are_reduced)

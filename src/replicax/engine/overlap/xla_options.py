@@ -8,16 +8,15 @@ from replicax.engine.overlap.buckets import bytes_of_bucket
 
 __all__ = ["compiler_options"]
 
-# How much XLA merges into one collective if replicas divide the updates. By default,
-# XLA sums a small model's gradients at once after the backward pass, and gathers its
-# weights at once before the forward pass. (For all-reduces, `buckets` joins gradients.)
+# How much XLA merges into one collective, if replicas divide the updates. By default it
+# may merge all of a small model's gradients, and all gathers of weights.
 _REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _ALL_GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 _PLATFORMS = ("gpu", "cuda", "rocm")
 
 # On CPUs, this pass of XLA aborts the process ("Invalid binary instruction opcode
-# copy") at sums of 16-bit floats over one axis of a `shard_map`, if XLA's partitioner
-# divides the program along another. Without the pass, CPUs sum in 16 bits, like GPUs.
+# copy") at sums of 16-bit floats over one mesh axis, if XLA's partitioner divides the
+# program along another. Without the pass, CPUs sum in 16 bits, like GPUs.
 _DISABLED = "xla_disable_hlo_passes"
 _PROMOTION = "all-reduce-promotion"
 
@@ -60,11 +59,11 @@ def compiler_options(
     own = settings.flags_in(environ)
     size = bytes_of_bucket(scattered_bytes, spans_hosts=spans_hosts)
     wanted = {
-        # No limit within a bucket; XLA cannot merge buckets, which depend on each
-        # other. The option limits the size of one device's blocks.
+        # All gradients of a bucket; XLA cannot merge buckets, which depend on each
+        # other. The option counts the bytes of one device's blocks.
         _REDUCE_SCATTER: scattered_bytes // num_devices,
-        # A quarter of a bucket: weights are gathered in half precision, and the first
-        # gather, which nothing hides, should be short. An eighth more fits the biases.
+        # A quarter of a bucket: weights are gathered in half precision, and nothing
+        # hides the first gather. An eighth more for the biases.
         _ALL_GATHER: size * 9 // 32,
     }
     options = {name: value for name, value in wanted.items() if name not in own}
