@@ -223,8 +223,8 @@ class ProgramCache(Generic[T]):
         probe: _Entry[T] = _Entry((function_key(fn), key))
         with self._lock:
             reference = weakref.ref(probe)
-            stored = self._entries.get(reference)
-            entry = None if stored is None else stored()
+            entry_reference = self._entries.get(reference)
+            entry = None if entry_reference is None else entry_reference()
             if entry is not None and entry.program is not None:
                 self._entries.move_to_end(reference)
                 return entry.program

@@ -274,12 +274,12 @@ class Program:
     def _function(self) -> Callable[..., PyTree]:
         """The function to jit, of written values, read values and leaves."""
         group, options, step = self._group, self._options, self._step
-        on_replicas = step.on_replicas()
+        on_devices = step.program()
 
         def program(
             written: list[jax.Array], read: list[jax.Array], *leaves: jax.Array
         ) -> tuple[PyTree, ...]:
-            out, gradients, new = on_replicas(written, read, leaves)
+            out, gradients, new = on_devices(written, read, leaves)
             if options.outputs is Outputs.ROWS and options.num_steps:
                 # [steps, rows, ...] to [steps * rows, ...].
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]

@@ -5,7 +5,6 @@ variable's `aggregation`.
 """
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -21,6 +20,7 @@ from replicax._util.types import PyTree
 from replicax.engine.arguments import Arguments
 from replicax.engine.checks.analysis import Analysis, equal_results
 from replicax.engine.checks.divergence import declare_differing
+from replicax.engine.checks.trace_warnings import warn_of_workers
 from replicax.engine.composites import is_key
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import StepTrace
@@ -58,8 +58,8 @@ class ReplicaStep:
     Attributes:
         written: The variables that the function writes.
         inputs: The variables whose values are inputs: `written`, then read-only ones.
-        updates: The updates that follow the replicas' part of each step.
-        divides_updates: Whether the devices divide the updates listed in `updates`.
+        updates: The updates that follow each step, which XLA's partitioner divides.
+        divides_updates: Whether updates of the function follow it, as `updates`.
         unused: With deferred updates, ids of variables that the function reads but does
             not use, such as optimizer state. They are no inputs.
         overwritten: Ids of variables in `written` whose old values are unused.
@@ -130,7 +130,7 @@ class ReplicaStep:
         def step(leaves: Leaves) -> PyTree:
             if self._options.num_steps is not None:
                 leaves = tuple(x[0] for x in leaves)
-            return self._on_device(replica_step, leaves)
+            return self._on_each_replica(replica_step, leaves)
 
         def replica_step(leaves: Leaves) -> PyTree:
             call = self._arguments.bind(self._fn, leaves)
@@ -144,7 +144,7 @@ class ReplicaStep:
             new = [value for _, value in trace.scope.updates()]
             return self._flat_results(out), new, *trace.scope.deferred.values()
 
-        traced = self.on_devices(step, (self.leaf_specs(),), PartitionSpec())
+        traced = self._on_all_devices(step, (self.leaf_specs(),), PartitionSpec())
         with recorder:
             jaxpr = jax.make_jaxpr(traced)(tuple(leaves))
             variables = recorder.read | recorder.written
@@ -176,7 +176,7 @@ class ReplicaStep:
             finish = self._options.finish
             return results if finish is None else finish(results)
 
-    def on_devices(
+    def _on_all_devices(
         self, body: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., PyTree]:
         """Map `body`, the program of one device, over all devices."""
@@ -190,7 +190,7 @@ class ReplicaStep:
             check_vma=False,
         )
 
-    def on_replicas(self) -> Callable[[Arrays, Arrays, Leaves], PyTree]:
+    def program(self) -> Callable[[Arrays, Arrays, Leaves], PyTree]:
         """A function of written values, read values and leaves, for all devices.
 
         If replicas divide the updates, XLA's partitioner divides them after each step
@@ -205,7 +205,7 @@ class ReplicaStep:
         written, read = specs[: len(self.written)], specs[len(self.written) :]
         if not self.updates:
             results = (self.out_specs(), PartitionSpec(), written)
-            return self.on_devices(
+            return self._on_all_devices(
                 self._run, (written, read, self.leaf_specs()), results
             )
         split = PartitionSpec(axis)
@@ -213,18 +213,18 @@ class ReplicaStep:
             [_split_along(group.layouts.dim_of_update(v), axis) for v in x.variables]
             for x in self.updates
         ]
-        step = self.on_devices(
+        step = self._on_all_devices(
             self._stacked_step,
             (written, read, self._arguments.specs(axis, ())),
             (split, gradients, written),
         )
-        end = self.on_devices(
+        end = self._on_all_devices(
             lambda out, values: self._results([x[0] for x in out], values),
             (split, specs),
             self.out_specs(),
         )
 
-        def program(written: Arrays, read: Arrays, leaves: Leaves) -> PyTree:
+        def divided(written: Arrays, read: Arrays, leaves: Leaves) -> PyTree:
             def once(values: Arrays, leaves: Leaves) -> tuple[Arrays, Arrays]:
                 out, gradients, values = step(values, read, leaves)
                 return self._updated(values, gradients, layouts), out
@@ -232,7 +232,7 @@ class ReplicaStep:
             new, out = self._repeated(once, written, leaves)
             return end(out, [*new, *read]), [], new
 
-        return program
+        return divided
 
     def _run(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
         def once(values: Arrays, leaves: Leaves) -> tuple[Arrays, PyTree]:
@@ -305,11 +305,9 @@ class ReplicaStep:
             out = self._group.mapped(finished)(out)
         if self._are_rows:
             return out
-        is_stacked = self._group.num_per_device > 1
-        return [
-            (x[0] if is_stacked else x) if is_equal else (x if is_stacked else x[None])
-            for x, is_equal in zip(out, self.equal_results(len(out)), strict=True)
-        ]
+        stacked = out if self._group.num_per_device > 1 else [x[None] for x in out]
+        are_equal = self.equal_results(len(out))
+        return [x[0] if e else x for x, e in zip(stacked, are_equal, strict=True)]
 
     @property
     def num_results(self) -> int:
@@ -324,7 +322,7 @@ class ReplicaStep:
         return self.analysis.equal_results or (False,) * num
 
     def _step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
-        out, gradients, new = self._on_device(
+        out, gradients, new = self._on_each_replica(
             lambda leaves: self._replica_step(written, read, leaves), leaves
         )
         if self._group.num_per_device > 1:
@@ -334,7 +332,9 @@ class ReplicaStep:
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
         return out, gradients, new
 
-    def _on_device(self, fn: Callable[[Leaves], PyTree], leaves: Leaves) -> PyTree:
+    def _on_each_replica(
+        self, fn: Callable[[Leaves], PyTree], leaves: Leaves
+    ) -> PyTree:
         """Map `fn` over the replicas of a device; results of several are stacked."""
         group = self._group
         leaves, split = self._arguments.on_device(leaves, group.num_per_device)
@@ -366,7 +366,7 @@ class ReplicaStep:
                 if id(v) in trace.scope.written
             }
             if self.mirrored_sums <= self.analysis.mirrored_sums:  # Not traced again.
-                self._warn_of_workers(context)
+                warn_of_workers(self._name, context)
             combined = variables.combined(context, written, changed)
             # Cast: weakly typed values, of assigned Python numbers, would recompile.
             combined = {
@@ -409,18 +409,6 @@ class ReplicaStep:
 
     def _scope_of(self, values: Arrays) -> ValueScope:
         return ValueScope(self.inputs, values, self._name, unused=self.unused)
-
-    def _warn_of_workers(self, context: ReplicaContext) -> None:
-        home = self._group.strategy.home
-        names = dict.fromkeys(context.model.metrics_of_whole)
-        if names and home.adds_up(trains=context.has_trained):
-            warnings.warn(
-                f"{self._name}: {', '.join(names)} is not known to be a sum over "
-                "examples, but the workers' states are added up at an epoch's end or "
-                "after a closure. Compute it in evaluate, where each worker uses all "
-                "data; or declare that it is a sum, with rx.losses.per_example.",
-                stacklevel=2,
-            )
 
 
 def _split_along(dim: int | None, axis_name: str) -> PartitionSpec:

@@ -1,7 +1,8 @@
-"""Warns of gradients that are all-reduced before `optimizer.apply` sums them."""
+"""Warns, when a step is traced, of gradients and metrics that add up to too much."""
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -9,7 +10,10 @@ from replicax._private.jax import equation_of
 from replicax.engine.checks.divergence import is_declared_mirrored
 from replicax.engine.jaxprs import PRODUCTS
 
-__all__ = ["warn_of_reduced"]
+if TYPE_CHECKING:
+    from replicax.engine.replica import ReplicaContext
+
+__all__ = ["warn_of_reduced", "warn_of_workers"]
 
 
 def warn_of_reduced(
@@ -41,3 +45,16 @@ def _is_reduced(value: jax.Array, max_depth: int = 8) -> bool:
     are_reduced = [_is_reduced(x, max_depth - 1) for x in operands]
     # One operand of a scalar may be a factor, such as a common loss scale.
     return any(are_reduced) if value.size > 1 else bool(operands) and all(are_reduced)
+
+
+def warn_of_workers(caller: str, context: "ReplicaContext") -> None:
+    """Warn of metrics of the whole batch if the home adds up the workers' states."""
+    names = dict.fromkeys(context.model.metrics_of_whole)
+    if names and context.strategy.home.adds_up(trains=context.has_trained):
+        warnings.warn(
+            f"{caller}: {', '.join(names)} is not known to be a sum over examples, but "
+            "the workers' states are added up at an epoch's end or after a closure. "
+            "Compute it in evaluate, where each worker uses all data; or declare that "
+            "it is a sum, with rx.losses.per_example.",
+            stacklevel=2,
+        )
