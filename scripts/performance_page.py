@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from bench.entries import LAYOUTS  # noqa: E402
-from bench.tables import gpu_steps, headline, machines, summary  # noqa: E402
+from bench.tables import gpu_steps, headline  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -27,9 +27,7 @@ def blocks() -> dict[Path, list[str]]:
     return {
         ROOT / "README.md": [*gpu_steps(groups), "", *headline(groups)],
         ROOT / "docs" / "performance.md": [
-            *machines(groups),
-            "",
-            *summary(groups),
+            *headline(groups),
             *pictures(),
             "",
             *gpu_programs(),
