@@ -116,6 +116,7 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_layout": [variable],
     "_initializer": [variable],
     "_initialize": [variable],
+    "_initialize_with_initializer": [variable],
     "_maybe_autocast": [variable],
     "_direct_assign": [variable],
     "_layers": [model],

@@ -148,6 +148,13 @@ else:
 class PlacedVariable(_Variable):
     """Mixin of variables that choose where Keras puts their values."""
 
+    def _initialize_with_initializer(self, initializer: Any) -> None:
+        value = self.first_value(initializer)
+        if value is None:
+            super()._initialize_with_initializer(initializer)
+        else:
+            self._initialize(value)
+
     def _initialize(self, value: Any) -> None:
         super()._initialize(value)
         self.initialized()
@@ -158,6 +165,10 @@ class PlacedVariable(_Variable):
             _state.values.write([self], [value])
         else:
             super()._direct_assign(value)
+
+    def first_value(self, initializer: Any) -> Any:
+        """Return the variable's first value; None: Keras computes it on one device."""
+        raise NotImplementedError
 
     def initialized(self) -> None:
         """Handle the variable's first value."""

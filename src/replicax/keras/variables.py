@@ -39,9 +39,11 @@ from replicax._private.keras import (
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine import device_put, threads
+from replicax.engine.meshes import outside_meshes
 from replicax.engine.scope import current_call, current_context, current_strategy
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
+from replicax.keras.initial_values import computed_in_shards
 from replicax.keras.optimizers import hook_overrides, slot_reference
 from replicax.keras.state import set_aggregation
 
@@ -60,6 +62,19 @@ class _StrategyMixin(PlacedVariable):
 
     `adopt` changes a variable's class to a subclass with this mixin and the same name.
     """
+
+    def first_value(self, initializer: PyTree) -> PyTree:
+        """Return the first value of a sharded variable; None: as Keras computes it."""
+        strategy = current_strategy()
+        if strategy is None:
+            return None
+        layout = layout_of(self) or strategy.home.layout(self)
+        if layout.is_fully_replicated or device_put.has_no_devices(layout):
+            return None
+        shape, dtype = tuple(self.shape), stored_dtype(self)
+        return outside_meshes(
+            lambda: computed_in_shards(initializer, shape, dtype, layout)
+        )
 
     def initialized(self) -> None:
         """Place a variable that was created in a trace."""
@@ -124,18 +139,19 @@ class _StrategyMixin(PlacedVariable):
         return new
 
     def _placed_copy(self, value: PyTree) -> PyTree:
-        """A copy of a value, in the variable's sharding if it is in host memory."""
+        """A copy of a value; of host memory each device gets its shard only."""
         old, layout = own_value(self), layout_of(self)
-        is_number = type(value) in (int, float) and stored_dtype(self) == "float32"
+        if type(value) in (int, float) and stored_dtype(self) == "float32":
+            value = np.float32(value)
         if (
-            (is_number or isinstance(value, np.ndarray | np.generic))
+            isinstance(value, np.ndarray | np.generic)
             and current_scope() is None
             and isinstance(layout, jax.sharding.NamedSharding)
             and isinstance(old, jax.Array)
+            and value.shape == old.shape
+            and (value.dtype == old.dtype or _are_floating(value, old))
         ):
-            copy = np.array(value, "float32" if is_number else None)
-            if (copy.shape, copy.dtype) == (old.shape, old.dtype):
-                return device_put.laid_out(copy, layout)
+            return device_put.laid_out(np.array(value, old.dtype), layout)
         return _copied(value)
 
     def placed(self, value: PyTree) -> PyTree:
@@ -163,6 +179,10 @@ class _StrategyMixin(PlacedVariable):
             # Other workers have shards of it, and gather it now as well.
             value, copy = device_put.gathered(value), True
         return np.array(value, dtype, copy=copy)
+
+
+def _are_floating(*arrays: PyTree) -> bool:
+    return all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
 
 
 def _copied(value: PyTree) -> PyTree:

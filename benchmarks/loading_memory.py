@@ -1,0 +1,131 @@
+"""The largest memory of one device while a model is built and loaded.
+
+Live arrays are counted whenever a function that makes or places variables returns: a
+weight counts that is whole on one device for a moment, but no temporary in a program.
+
+    python benchmarks/loading_memory.py --devices 8
+"""
+
+import argparse
+import contextlib
+import gc
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import replicax as rx
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--devices", type=int, default=4)
+parser.add_argument("--width", type=int, default=1024, help="of six square weights")
+
+
+_PLACING = ("variables.py", "keras/src/backend/jax/core.py", "device_put.py")
+
+
+def bytes_by_device() -> Counter[int]:
+    """Bytes of the live arrays on each device, by the device's number."""
+    import jax
+
+    sizes = {}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            place = shard.device.id, shard.data.unsafe_buffer_pointer()
+            sizes[place] = shard.data.nbytes
+    held: Counter[int] = Counter()
+    for (device, _), size in sizes.items():
+        held[device] += size
+    return held
+
+
+@contextlib.contextmanager
+def peaks() -> Generator[Counter[int]]:
+    """The largest bytes on each device while open, above those from before."""
+    gc.collect()  # Arrays from before, freed meanwhile, would hide new ones.
+    before, largest = bytes_by_device(), Counter[int]()
+
+    def sample(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_filename.endswith(_PLACING):
+            for device, size in bytes_by_device().items():
+                largest[device] = max(largest[device], size - before[device])
+
+    sys.setprofile(sample)
+    try:
+        yield largest
+    finally:
+        sys.setprofile(None)
+
+
+def model_of(width: int) -> Any:
+    """A compiled model of six weights `[width, width]`, with Adam's state."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((width,))])
+    for _ in range(6):
+        model.add(keras.layers.Dense(width, "relu"))
+    model.compile(keras.optimizers.Adam(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def save(model: Any, folder: Path) -> None:
+    """Write the files that `WAYS` load."""
+    model.save(folder / "model.keras")
+    model.save_weights(folder / "model.weights.h5")
+
+
+def with_weights(width: int, folder: Path) -> Any:
+    """A model whose weights are loaded."""
+    model = model_of(width)
+    model.load_weights(folder / "model.weights.h5")
+    return model
+
+
+def loaded(_: int, folder: Path) -> Any:
+    """A model that is loaded with its optimizer."""
+    import keras
+
+    return keras.models.load_model(folder / "model.keras")
+
+
+WAYS: dict[str, Callable[[int, Path], Any]] = {
+    "built": lambda width, _: model_of(width),
+    "`load_weights`": with_weights,
+    "`load_model`": loaded,
+}
+"""How a model gets its values."""
+
+
+def main(devices: int, width: int) -> None:
+    """Print a row for each strategy and way."""
+    rx.set_logical_devices(devices)
+    strategies = {
+        "one device": lambda: rx.OneDeviceStrategy("cpu:0"),
+        "`FullyShardedStrategy`": rx.FullyShardedStrategy,
+        "`ModelParallelStrategy`": rx.ModelParallelStrategy,
+    }
+    print("| strategy | model | device 0 | another device | its variables |")
+    print("|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        save(model_of(width), Path(folder))
+        for strategy, make in strategies.items():
+            for way, load in WAYS.items():
+                with make().scope(), peaks() as largest:
+                    model = load(width, Path(folder))
+                variables = [*model.weights, *model.optimizer.variables]
+                shards = [v.value.addressable_shards[0].data.nbytes for v in variables]
+                others = max((largest[i] for i in range(1, devices)), default=0)
+                columns = [
+                    f"{x / 1e6:.1f} MB" for x in (largest[0], others, sum(shards))
+                ]
+                print("|", " | ".join([strategy, way, *columns]), "|", flush=True)
+                del model, variables
+
+
+if __name__ == "__main__":
+    main(**vars(parser.parse_args()))
