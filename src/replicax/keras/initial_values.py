@@ -48,7 +48,7 @@ def computed_in_shards(
     # it joins them. Literals are arguments, so that other scales use it as well.
     for i, equation in enumerate(equations):
         inputs = [
-            np.asarray(x.val, x.aval.dtype) if isinstance(x, Literal) else values[x]
+            _array_of(x) if isinstance(x, Literal) else values[x]
             for x in equation.invars
         ]
         specs = [
@@ -65,6 +65,11 @@ def computed_in_shards(
             if last_uses[var] == i:
                 del values[var]
     return values[result]
+
+
+def _array_of(literal: Literal) -> np.ndarray:
+    aval: Any = literal.aval
+    return np.asarray(literal.val, aval.dtype)
 
 
 def _read_by(equation: JaxprEqn) -> set[Any]:
