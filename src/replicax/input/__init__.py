@@ -11,6 +11,8 @@ and restore the position in a dataset: an iteration and a number of batches.
 from replicax.input import images
 from replicax.input.context import InputContext
 from replicax.input.distributed import DistributedDataset
+from replicax.input.files import text_lines
+from replicax.input.folders import audio_folder, folder, image_folder
 from replicax.input.from_function import DistributedDatasetFromFunction
 from replicax.input.grain_datasets import (
     class_weighted,
@@ -22,6 +24,8 @@ from replicax.input.prefetch import prefetch
 from replicax.input.sharding import AutoShardPolicy, FileDataset, InputShard
 from replicax.input.sources import batches
 from replicax.input.split import Remainder, Split, split_global_batch
+from replicax.input.tables import csv, parquet
+from replicax.input.tf_records import tf_records
 
 __all__ = [
     "AutoShardPolicy",
@@ -32,12 +36,19 @@ __all__ = [
     "InputShard",
     "Remainder",
     "Split",
+    "audio_folder",
     "batches",
     "class_weighted",
+    "csv",
+    "folder",
+    "image_folder",
     "images",
     "next_epoch",
     "numpy_dataset",
+    "parquet",
     "prefetch",
     "split_global_batch",
+    "text_lines",
+    "tf_records",
     "windows",
 ]
