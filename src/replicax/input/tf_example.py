@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 
 from replicax.errors import InputError
 
-__all__ = ["Feature", "decode", "parsed_features"]
+__all__ = ["Feature", "decode", "example_class", "parsed_features"]
 
 Feature: TypeAlias = "DTypeLike | tuple[DTypeLike, Sequence[int]]"
 """The dtype of a single value, or a dtype and a shape; -1 in it is any length."""
@@ -55,7 +55,7 @@ def decode(
     from google.protobuf.message import DecodeError
 
     try:
-        entries = _example_class().FromString(data).features.feature
+        entries = example_class().FromString(data).features.feature
     except DecodeError as error:
         raise InputError(
             f"{place}, is not a tf.train.Example: {error}. Read the bytes with "
@@ -97,7 +97,7 @@ def _values(
 
 
 @functools.cache
-def _example_class() -> Any:
+def example_class() -> Any:
     """Make the class of messages, in a pool that TensorFlow does not use."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 

@@ -50,7 +50,7 @@ def tf_records(
     Example:
         >>> import base64, pathlib, tempfile
         >>> file = pathlib.Path(tempfile.mkdtemp(), "train.tfrecord")
-        >>> text = "EgAAAAAAAADoLDNICg4KDAoBeBIHGgUKA+gHB7dgQVM="
+        >>> text = "EAAAAAAAAACV+/4YCg4KDAoBeBIHGgUKA+gHB2aGhxo="
         >>> _ = file.write_bytes(base64.b64decode(text))
         >>> [row] = tf_records(file, {"x": ("int64", (-1,))})
         >>> row["x"].tolist()
