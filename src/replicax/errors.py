@@ -66,7 +66,7 @@ class DivergenceError(ValueError):
 
 
 class InputError(ValueError):
-    """The datasets of a cluster's workers do not match."""
+    """An input file is damaged, or the datasets of a cluster's workers differ."""
 
 
 class InternalError(RuntimeError):

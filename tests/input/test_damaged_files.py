@@ -245,11 +245,13 @@ def test_labels_and_colours_of_images(pets):
     assert image.dtype == "uint8"
     assert label.dtype == "int32"
     assert image[1, 3].tolist() == [10, 20, 30]
-    (gray,) = rx.input.image_folder(pets / "dog", (2, 4), channels=1)
+    gray = rx.input.image_folder(pets / "dog", (2, 4), channels=1)[0]
     assert gray.shape == (2, 4, 1)
-    (only,) = rx.input.image_folder(pets, (1, 1), channels=4, class_names=["dog"])
-    assert only[0].shape == (1, 1, 4)
-    assert only[1] == 0
+    dogs = rx.input.image_folder(pets, (1, 1), channels=4, class_names=["dog"])
+    assert len(dogs) == 1
+    image, label = dogs[0]
+    assert image.shape == (1, 1, 4)
+    assert label == 0
 
 
 def test_a_large_jpeg_is_resized_as_without_a_shortcut(tmp_path):

@@ -1,6 +1,7 @@
 """The checksum CRC-32C: by the package google-crc32c if it is installed, else NumPy."""
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -52,7 +53,12 @@ def by_numpy(data: bytes) -> int:
     return state ^ _ONES
 
 
-try:
-    from google_crc32c import value as crc32c
-except ImportError:
-    crc32c = by_numpy
+def _fastest() -> Callable[[bytes], int]:
+    try:
+        import google_crc32c
+    except ImportError:
+        return by_numpy
+    return google_crc32c.value
+
+
+crc32c = _fastest()

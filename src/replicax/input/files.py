@@ -41,7 +41,7 @@ def file_list(paths: Paths, caller: str) -> list[str]:
     """
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     files: list[str] = []
-    for path in map(os.fspath, several):
+    for path in [os.fspath(path) for path in several]:
         matches = [path] if os.path.isfile(path) else sorted(glob.glob(path))
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:

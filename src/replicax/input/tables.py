@@ -215,11 +215,11 @@ def _rows(
 def _as_array(column: "pa.ChunkedArray") -> np.ndarray:
     """Convert a column to `[N]`, or to `[N, k]` if its rows are lists of one length."""
     import pyarrow as pa
-    from pyarrow import compute
+    from pyarrow.compute import call_function
 
     if pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
-        lengths = compute.unique(compute.list_value_length(column)).to_pylist()
+        lengths = call_function("list_value_length", [column]).unique().to_pylist()
         if len(lengths) == 1:
-            values = _as_array(compute.list_flatten(column))
+            values = _as_array(call_function("list_flatten", [column]))
             return values.reshape(len(column), *lengths, *values.shape[1:])
     return column.to_numpy()

@@ -111,7 +111,7 @@ def example_class() -> Any:
         """Add a message; a field is its label and its type, or another message."""
         added = file.message_type.add(name=message)
         for number, (name, (label, kind)) in enumerate(fields.items(), 1):
-            field = added.field.add(name=name, number=number, label=label)
+            field: Any = added.field.add(name=name, number=number, label=label)
             if isinstance(kind, str):
                 field.type, field.type_name = field_type.TYPE_MESSAGE, kind
             else:
