@@ -1,4 +1,4 @@
-"""Rules for calls that compute arrays on devices, where a row is not enough.
+"""Rules for calls that compute arrays on devices and need more than a table's row.
 
 `tf.matmul(a, b, transpose_b=True)` becomes
 `keras.ops.matmul(a, keras.ops.swapaxes(b, -1, -2))`.
@@ -44,7 +44,7 @@ def _constant(site: CallSite) -> Expression:
     is_literal = isinstance(value, cst.List | cst.Tuple)
     values = find(value, *_STRINGS) if is_literal else [value]
     if any(isinstance(part, _STRINGS) for part in values):
-        raise Unported(f"tf.{site.path} of a string stays: arrays are of numbers")
+        raise Unported(f"tf.{site.path} of a string stays: JAX has no strings")
     return by_row(site)
 
 
@@ -71,7 +71,7 @@ def _in_build(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _cast(site: CallSite) -> Expression:
-    """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, a Python integer."""
+    """Port `tf.cast(x, dtype)`; without the cast if `x` is a size, a Python integer."""
     script = site.script
     value, dtype = site.original(0, "x"), site.original(1, "dtype")
     size = script.flow.resolve(value)
@@ -85,12 +85,12 @@ def _cast(site: CallSite) -> Expression:
 
 def _where(site: CallSite) -> Expression:
     if len(site.updated.args) < 3:
-        raise Unported("tf.where of a condition alone stays: use keras.ops.nonzero")
+        raise Unported("tf.where with one argument stays: use keras.ops.nonzero")
     return by_row(site)
 
 
 def _split(site: CallSite) -> Expression:
-    """Port `tf.split`: literal sizes become the positions that Keras expects."""
+    """Port `tf.split`; literal sizes become the positions that Keras expects."""
     sizes = site.script.resolved_arg(site.node, 1, "num_or_size_splits")
     call = by_row(site)
     if isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
@@ -191,4 +191,4 @@ DEVICE_RULES: dict[str, Rule] = {
     "split": _split,
     **dict.fromkeys(RANDOM_FUNCTIONS, _random),
 }
-"""By path of the function, rules for code that runs on devices."""
+"""Maps paths of functions to their rules in code that runs on devices."""

@@ -43,7 +43,7 @@ def check(
     Args:
         path: The path of the original. The script can import modules of its folder.
         original: The text of the original script, for line numbers.
-        ported: By path, the ported texts of this script and of other modules.
+        ported: The ported texts of this script and of other modules, by path.
         arguments: Command-line arguments of the script.
         limit_seconds: The time after which `check` stops the script.
 

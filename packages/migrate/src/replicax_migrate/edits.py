@@ -1,4 +1,4 @@
-"""`Edits`: what the analysis passes return, and the rewriter applies."""
+"""`Edits`: the planned changes of a script, which the rewriter applies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -11,26 +11,26 @@ __all__ = ["Edits"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edits:
-    """The edits of one pass, by nodes of the original tree.
+    """The edits that an analysis pass plans, by nodes of the original tree.
 
     `a | b` joins the edits of two passes. For a node that both replace, `b` wins.
 
     Attributes:
-        replacements: By node, a function from the node with ported children to its
-            replacement.
+        replacements: Maps a node to the function that returns its replacement. The
+            function gets the node with ported children.
         unchanged: Nodes that the rewriter does not visit.
-        wrappers: By expression, a template such as `"keras.ops.softmax({x})"`, where
-            `x` is the ported expression.
-        arg_keywords: By positional argument, the keyword to add.
+        wrappers: Maps an expression to a template such as `"keras.ops.softmax({x})"`,
+            where `x` is the ported expression.
+        arg_keywords: Maps a positional argument to the keyword to add.
         dropped_args: Arguments to remove.
-        appended_args: By call, an argument to append.
-        lines_above: By statement, lines of code to insert above.
-        first_lines: By block, a line of code to insert at its start.
+        appended_args: Maps a call to an argument to append.
+        lines_above: Maps a statement to lines of code to insert above it.
+        first_lines: Maps a block to a line of code to insert at its start.
         new_names: Names that inserted lines bind.
-        generators: By call, the name of the random generator to pass.
+        generators: Maps a call to the name of the random generator to pass.
         host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
         traced_functions: Functions and lambdas that a strategy compiles.
-        kept_imports: By local name of an import that stays, the path that it imports.
+        kept_imports: Maps the local name of an import that stays to its path.
     """
 
     replacements: dict[cst.CSTNode, Callable[[Any], Any]] = field(default_factory=dict)

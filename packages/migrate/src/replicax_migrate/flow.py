@@ -36,7 +36,7 @@ class Definition:
 
 
 class Flow:
-    """The definitions in a script, and by use, the definitions that reach the use.
+    """The definitions in a script, and the definitions that reach each use.
 
     The analysis follows statements in order, merges branches, and repeats loops once.
     All bindings of an outer variable reach the uses in a function. All bindings of an

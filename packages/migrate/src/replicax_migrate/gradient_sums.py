@@ -148,7 +148,7 @@ def _gradients(script: Script, node: Expression) -> dict[cst.Call, bool]:
     """The calls of `tape.gradient` whose results an expression contains.
 
     Returns:
-        By call, whether the step then changes the result, such as by clipping.
+        Maps each call to whether the step changes its result, such as by clipping.
     """
 
     def sources(item: tuple[Expression, bool]) -> Iterator[tuple[Expression, bool]]:

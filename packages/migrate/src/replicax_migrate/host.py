@@ -59,7 +59,7 @@ _NO_COUNTERPART = "which has no counterpart in NumPy"
 
 
 def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
-    """The functions of the script that `map(node)` runs, directly or not."""
+    """The functions that `map(node)` runs: those of `node`, and their callees."""
     named = script.functions(last_name(partial_of(script, node) or node))
     return with_callees(script, [node] if isinstance(node, cst.Lambda) else named)
 
@@ -110,7 +110,7 @@ def _references(
 
 
 def _name_problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
-    """Why the port to NumPy cannot replace a name; None if it can."""
+    """Why a name has no port to NumPy; None if it has one."""
     call, target = script.call_of(node), EXACT.get(path)
     is_portable = path.removeprefix("dtypes.") in NAMES["dtypes"] or path == "Tensor"
     if call is not None:
@@ -145,15 +145,15 @@ def plan_copies(script: Script, edits: Edits, function: cst.CSTNode) -> None:
 def example_function(
     script: Script, node: Expression, updated: Expression, generator: str | None = None
 ) -> Expression | None:
-    """The ported function of `map`, with the example as one argument.
+    """Make the function of a `map` take an example as one argument.
 
-    `tf.data` passes the elements of a tuple as arguments, Grain passes the tuple.
+    `tf.data` passes the elements of a tuple as arguments; Grain passes the tuple.
 
     Args:
         script: The script.
         node: The original function.
         updated: The ported function.
-        generator: The name of the last argument, if it is a random generator.
+        generator: The name of a random generator, which becomes the last argument.
 
     Returns:
         The function; None if the script does not show how many arguments it has.
@@ -186,7 +186,7 @@ def _num_parameters(
 ) -> int:
     params = function.params.params
     if _has_star(function) and not params:
-        return 2  # `*example` receives the elements of a tuple, as 2 parameters do.
+        return 2  # `*example` collects the elements, so any number above 1 is right.
     required = [p for p in params if p.default is None and p.name.value not in keywords]
     return len(required) - int(is_method)
 
@@ -231,7 +231,7 @@ class _ElementsOfExample(cst.CSTTransformer):
 
 
 def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CSTNode]:
-    """The functions that draw random numbers, themselves or through callees."""
+    """The functions that draw random numbers, or call one that does."""
 
     def draws(function: cst.CSTNode) -> bool:
         called = with_callees(script, [function])
@@ -337,7 +337,7 @@ def _plan_lookup(script: Script, edits: Edits, layer: cst.Call) -> None:
     arguments = bind_args(layer.args, _LOOKUP_PARAMETERS)
     words = arguments.pop("vocabulary", None)
     if words is None or not _is_list(script, words.value):
-        raise Unported("its words are unknown")
+        raise Unported("its vocabulary is unknown")
     texts = {name: script.code(arg.value) for name, arg in arguments.items()}
     if any(text not in _PORTED_VALUES.get(name, ()) for name, text in texts.items()):
         raise Unported("it has other indices")
@@ -367,7 +367,7 @@ def _is_list(script: Script, node: Expression) -> bool:
 
 
 def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
-    """The call of a layer `use`, in a host function or with literal words."""
+    """The call of the layer `use`; raise `Unported` unless NumPy can replace it."""
     call = script.call_of(use)
     if call is None or len(call.args) != 1:
         raise Unported("a call has not exactly one argument")
@@ -380,7 +380,7 @@ def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
 
 
 def _literal_words(script: Script, node: Expression) -> cst.List | None:
-    """The literal list in `["a"]` or `tf.constant(["a"])`; else None."""
+    """The list in `["a"]` or `tf.constant(["a"])`; None for other expressions."""
     if isinstance(node, cst.Call) and script.called_path(node) == "constant":
         node = node.args[0].value if len(node.args) == 1 else node
     return node if isinstance(node, cst.List) else None
@@ -490,4 +490,4 @@ HOST_RULES: dict[str, Rule] = {
     "identity": by_template("{input}", "input", "name"),
     "image.resize": resize,
 }
-"""By path of the function, rules for code in input pipelines."""
+"""Maps paths of functions to their rules in input pipelines."""

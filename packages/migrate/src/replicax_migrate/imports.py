@@ -120,7 +120,7 @@ def plan_kept_imports(script: Script) -> Edits:
 
 
 def report_rebound(script: Script) -> None:
-    """Report attributes of a variable that is a TensorFlow module only in places."""
+    """Report uses of a variable that holds a TensorFlow module in some places only."""
     names = script.names
     for node in script.nodes(cst.Attribute) if names.ambiguous else ():
         if not isinstance(node.value, cst.Name):

@@ -46,12 +46,12 @@ _KINDS_OF_ATTRIBUTES = {
     ("model", "optimizer"): "optimizer",
     ("callback", "model"): "model",
 }
-"""By kind of an object and name of an attribute, the kind of the attribute."""
+"""Maps an object's kind and the name of an attribute to the attribute's kind."""
 _KINDS_IN_NAMES = ("model", "optimizer")
 Constructor: TypeAlias = cst.ClassDef | str | None
-"""The maker of an object: a class of the script, a target or a kind; None: unknown."""
+"""A class of the script, a target, or a kind; None if the constructor is unknown."""
 Creation: TypeAlias = cst.Call | Constructor
-"""The call that makes an object; the constructor if the script has no call."""
+"""The call that creates an object; only the constructor if no call is in the script."""
 _UNKNOWN: frozenset[Creation] = frozenset([None])
 
 
@@ -75,8 +75,7 @@ def kind_of(script: Script, node: Expression) -> str | None:
     """The kind of an object: `"model"`, `"layer"`, `"optimizer"`, `"variable"`...
 
     Returns:
-        The common kind of all values of the original node; None if kinds differ, or a
-        kind is unknown.
+        The kind; None if it is unknown, or if possible values have different kinds.
     """
     return _only(
         _kind_of_creation(script, constructor)
@@ -95,8 +94,8 @@ def constructors(script: Script, node: Expression) -> frozenset[Constructor]:
     """The possible constructors of an object.
 
     Returns:
-        Classes of the script; targets such as `"keras.layers.Dense"`; kinds, if the
-        script shows no more; None for unknown values.
+        Classes of the script, and targets such as `"keras.layers.Dense"`. A kind such
+        as `"layer"` stands for an unknown class of this kind, None for any class.
     """
     groups = (
         _constructors_of(script, creation) for creation in creations(script, node)
@@ -120,7 +119,7 @@ def methods_named(
 
 @ends_at_cycles(_UNKNOWN)
 def creations(script: Script, node: Expression) -> frozenset[Creation]:
-    """The calls that may make an object; constructors if the script has no call."""
+    """The calls that may create an object; constructors where no call is known."""
     match node:
         case cst.Call():
             if _call_constructors(script, node):
@@ -174,7 +173,7 @@ def _kind_of_creation(script: Script, constructor: Creation) -> str | None:
 
 
 def _only(kinds: Iterable[str | None]) -> str | None:
-    """The common kind; None if kinds differ."""
+    """The only element; None if elements differ."""
     unique = set(kinds)
     return unique.pop() if len(unique) == 1 else None
 
@@ -209,7 +208,7 @@ def _creations_of_item(
 def _creations_of_element(
     script: Script, node: Expression, is_value: bool
 ) -> frozenset[Creation]:
-    """The creations of elements; `is_value`: of the values of a dict."""
+    """The creations of a container's elements; if `is_value`, of a dict's values."""
     match node:
         case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Slice()), *_]):
             return _creations_of_element(script, node.value, is_value)
@@ -227,7 +226,7 @@ def _creations_of_element(
 
 
 def _call_constructors(script: Script, node: cst.Call) -> frozenset[Constructor]:
-    """The constructors that a call runs; empty for functions of the script."""
+    """The constructors that a call runs; empty for other functions of the script."""
     path = script.names.tf_path(script.flow.resolve(node.func))
     if path is not None:
         return frozenset([find_target(path)])

@@ -2,10 +2,10 @@
 
 `Dense(10, "softmax")` with the loss `"categorical_crossentropy"` becomes `Dense(10)`
 with `CategoricalCrossentropy(from_logits=True)`, and `model.predict(x)` becomes
-`keras.ops.softmax(model.predict(x))`. TensorFlow's cross-entropies look for the softmax
-or sigmoid before the loss, and use its inputs, the logits. Keras on JAX clips the
-probabilities, and their gradients may vanish. If uses of a model are unknown, the pass
-adds a note and changes nothing.
+`keras.ops.softmax(model.predict(x))`. The reason: TensorFlow's cross-entropies find the
+softmax or sigmoid that computed the probabilities, and use its logits. Keras on JAX
+uses the probabilities, whose gradients may vanish. If the script uses a model in other
+ways, the pass adds a note and changes nothing.
 """
 
 from collections.abc import Iterator
@@ -47,9 +47,9 @@ _CLASSES = {
     "binary_crossentropy": "BinaryCrossentropy",
 }
 _FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
-"""By name of a cross-entropy, the position of `from_logits`."""
+"""Maps names of cross-entropies to the position of their argument `from_logits`."""
 _LossNames: TypeAlias = dict[Expression, str]
-"""By cross-entropy in the script, its name in Keras."""
+"""Maps the cross-entropies of a script to their names in Keras."""
 
 
 def plan_logits(script: Script) -> Edits:
@@ -96,7 +96,7 @@ def _is_of_logits(script: Script, loss: Expression) -> bool:
 
 
 def _loss_name(script: Script, value: Expression) -> str:
-    """The name of a cross-entropy that `compile` gets by name; else `""`."""
+    """The name of a cross-entropy that is not called, as in `compile`; else `""`."""
     name = string_of(value) or keras_name(script, value, "losses")
     is_known = name in _CLASSES or (string_of(value) and name in _FROM_LOGITS)
     return name if is_known else ""
@@ -151,7 +151,7 @@ class _LossPort:
         return self._planned(changes, wrapped, saved)
 
     def may_get_outputs(self, loss: Expression) -> bool:
-        """Whether a loss may get outputs of the models."""
+        """Whether outputs of the models may reach a loss."""
         if loss in self._losses:
             return bool(self.models)
         script = self._script
@@ -177,7 +177,7 @@ class _LossPort:
                 yield node
 
     def _predicts_only(self, final: FinalCalls) -> bool:
-        """Whether the script uses a model, and passes its outputs to no loss.
+        """Whether the script uses a model only for predictions.
 
         An example is a `Sequential` of a trained model and a softmax.
         """
@@ -223,7 +223,7 @@ class _LossPort:
                 raise Unported("a metric of probabilities")
 
     def _prediction_calls(self, call: cst.Call) -> list[cst.Call]:
-        """The call of a model for predictions; empty if losses get its result."""
+        """`[call]` if its result is used as predictions, `[]` if as logits."""
         script = self._script
         assign = script.parent(call)
         targets = assign.targets if isinstance(assign, cst.Assign) else ()
@@ -247,7 +247,7 @@ class _LossPort:
         return is_passed or isinstance(parent, cst.Return | cst.Assign)
 
     def _accepts_logits(self, node: cst.CSTNode) -> bool:
-        """Whether a value is an argument of a loss, or of a metric of the ranking."""
+        """Whether a value is an argument of a loss, or of a metric in `_ranks`."""
         call = self._script.call_of_arg(node)
         if call is None:
             return False
@@ -259,7 +259,7 @@ class _LossPort:
         )
 
     def _ranks(self, metric: Expression) -> bool:
-        """Whether a metric depends only on the ranking, which logits do not change."""
+        """Whether a metric depends only on the order of outputs, which logits keep."""
         value = metric.func if isinstance(metric, cst.Call) else metric
         name = string_of(metric) or keras_name(self._script, value, "metrics")
         return name in NAMES["ranking_metrics"]
@@ -295,7 +295,7 @@ class _LossPort:
                 self._refuse_other_terms(prediction)
 
     def _refuse_other_terms(self, prediction: Expression) -> None:
-        """Raise `Unported` if a loss's predictions are a parameter with other uses.
+        """Raise `Unported` if a parameter `prediction` has uses other than in losses.
 
         An example is the loss `binary_crossentropy(y_true, y_pred) + dice(...)`.
         """
@@ -353,7 +353,7 @@ def _plan_loss(script: Script, edits: Edits, loss: Expression, name: str) -> Non
 
 
 def _final_values(script: Script, node: Expression) -> set[Expression]:
-    """The possible values of an expression, without variables between."""
-    # The None for a `return` without a value has no parent.
+    """The possible values of an expression, such as calls; variables are resolved."""
+    # A `return` without a value returns a new node None, which has no parent.
     values = (value for value in possible_values(script, node) if script.parent(value))
     return {e for e in values if e is not node and not direct_values(script, e)}

@@ -83,7 +83,7 @@ class Names:
 
     Attributes:
         is_assumed: Whether the script uses `tf` without binding `tf`.
-        ambiguous: By key of a variable that also has other values, one of its paths.
+        ambiguous: Maps keys of variables with several values to one of their paths.
     """
 
     def __init__(self, wrapper: MetadataWrapper) -> None:

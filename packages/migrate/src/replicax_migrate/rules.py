@@ -360,7 +360,7 @@ _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
     "numbers": _numbers,
     "tensor": _tensor,
 }
-"""By name, functions of the call, the original argument and the ported argument."""
+"""Maps names of conversions to functions of a call, an argument and its port."""
 
 
 def port_keywords(site: CallSite, table: str) -> list[cst.Arg]:

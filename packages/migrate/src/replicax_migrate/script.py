@@ -82,8 +82,8 @@ class Script:
         findings: The report so far.
         needed: Modules that the ported code uses, such as `"keras"`.
         edits: The joined edits of the passes so far.
-        ported_statements: The port of each original statement: its new statements.
-        moved: The port of each original statement that moves to another place.
+        ported_statements: Maps an original statement to those that replace it.
+        moved: Maps an original statement that moves elsewhere to its port.
     """
 
     def __init__(self, module: cst.Module) -> None:
@@ -186,7 +186,7 @@ class Script:
         return self.call_of(method) if isinstance(method, cst.Attribute) else None
 
     def target_of(self, node: cst.CSTNode) -> cst.BaseExpression | None:
-        """The first target of an assignment of an original node; else None."""
+        """The first target of the assignment whose value is a node; else None."""
         assign = self.parent(node)
         return assign.targets[0].target if isinstance(assign, cst.Assign) else None
 
@@ -226,7 +226,7 @@ class Script:
         return keep
 
     def attempt(self, node: cst.CSTNode, rule: Callable[[], _T], default: _T) -> _T:
-        """The result of a rule; `default` after reporting that it raised `Unported`."""
+        """The result of a rule; if it raises `Unported`, report this, return `default`."""
         try:
             return rule()
         except Unported as why:

@@ -1,7 +1,7 @@
-"""Ports sessions of TensorFlow 1 to code that calls the step.
+"""Ports sessions of TensorFlow 1 to statements that run in order.
 
 `with tf.Session() as sess: sess.run(train_op)` becomes the statements that compute
-`train_op`. Initializers are removed.
+`train_op`. Runs of initializers are removed.
 """
 
 import itertools
@@ -31,8 +31,8 @@ __all__ = ["plan_sessions"]
 def plan_sessions(script: Script) -> Edits:
     """Plan to replace each `with tf.Session()` by its body, or report the session.
 
-    The statements that compute a value from an iterator move to the statement in which
-    the session runs the value. A session with other uses than `run` stays.
+    Statements that compute the argument of `sess.run` move to its call. A session with
+    uses other than `run` stays.
     """
     edits = Edits()
     for node in script.nodes(cst.With):
@@ -53,9 +53,9 @@ class _GraphSession:
         self._node = node
         self._name = name
         self._edits = Edits()
-        # By variable of an initializer, the name of its iterator; `""` without one.
+        # Variables of initializers, and the names of their iterators or `""`.
         self._initializers: dict[str, str | None] = {}
-        # By variable of a value or an iterator, the line that makes the value.
+        # Variables of values and of iterators, and the lines that assign them.
         self._values: dict[str, cst.SimpleStatementLine] = {}
         self._iterators: dict[str, cst.SimpleStatementLine] = {}
         self._removed: list[cst.SimpleStatementLine] = []
@@ -109,7 +109,7 @@ class _GraphSession:
             self._values |= dict.fromkeys(targets, line)
 
     def _initialized_iterator(self, value: Expression) -> str | None:
-        """The name of the iterator that `value` initializes, or `""`; else None."""
+        """The iterator that `value` initializes; `""` for variables; else None."""
         if isinstance(value, cst.List | cst.Tuple):
             parts = [self._initialized_iterator(part) for part in elements_of(value)]
             names = [part for part in parts if part is not None]
@@ -139,7 +139,7 @@ class _GraphSession:
             yield call
 
     def _values_of_run(self, call: cst.Call) -> list[str] | None:
-        """The variables whose values a run computes; None for initializers."""
+        """The variables in the argument of a `run`; None for initializers."""
         fetches = call.args[0].value
         if self._initialized_iterator(fetches) is not None:
             return None
@@ -166,7 +166,7 @@ class _GraphSession:
     ) -> set[cst.SimpleStatementLine]:
         script, statement = self._script, self._script.statement_of(call)
         if not isinstance(statement, cst.SimpleStatementLine):
-            raise Unported("write the session's run in a line of its own", call)
+            raise Unported("write the session's run on a line of its own", call)
         small = only_statement(statement)
         is_alone = isinstance(small, cst.Expr) and small.value is call
         if values is None:
@@ -177,7 +177,7 @@ class _GraphSession:
         needed = self._lines_for(values)
 
         def inlined(updated: Statement) -> Replacement:
-            """Copies of the lines that the run needs, and the statement of the run."""
+            """Copies of the needed lines, and the statement with the `run`."""
             first, *others = [script.moved[line].deep_clone() for line in needed]
             comments = [line for line in first.leading_lines if line.comment]
             above = [*updated.leading_lines, *comments]
@@ -193,7 +193,7 @@ class _GraphSession:
     def _plan_initialization(
         self, call: cst.Call, statement: cst.SimpleStatementLine
     ) -> None:
-        """Plan to remove the run of an initializer, or to make its iterator again."""
+        """Plan to remove a run of an initializer; in a loop, to renew the iterator."""
         script = self._script
         parents = script.parents(statement)
         inner = itertools.takewhile(lambda x: x is not self._node, parents)

@@ -148,7 +148,7 @@ SOURCE_RULES: dict[str, Rule | None] = {
     "data.Dataset.zip": _zip,
     **dict.fromkeys(READERS, None),
 }
-"""By path, rules for sources that Grain has too; None for functions of Keras."""
+"""Maps paths to rules for sources; None for functions of Keras, which stay."""
 
 
 # Calls earlier in a pipeline.
@@ -334,4 +334,4 @@ STREAM_RULES: dict[str, Rule] = {
     "shuffle": dropped_method(MESSAGES["stream_shuffled"]),
     "cache": dropped_method("Grain reads the data again in each epoch"),
 }
-"""Rules for methods of streams of batches that `METHOD_RULES` does not fit."""
+"""Rules for methods of streams of batches, where `METHOD_RULES` does not apply."""

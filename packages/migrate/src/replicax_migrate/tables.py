@@ -1,5 +1,6 @@
-"""Reads `tables.toml`: the target of each path, or why a path has no target.
+"""Reads `tables.toml`, which has the port of each name of TensorFlow.
 
+A path is a name without `tensorflow.`; a target is the name that replaces it:
 `find_target("math.abs")` is `"keras.ops.abs"`.
 """
 
@@ -17,15 +18,16 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """A row of the tables: how a call of a TensorFlow function becomes another call.
+    """A row of the tables: the port of calls of one TensorFlow function.
 
     Attributes:
-        target: The dotted name of the called target, such as `"keras.ops.sum"`.
-        parameters: By parameter of TensorFlow, in order, the parameter of the target.
-            `-` drops an argument; `!` refuses values other than None and False; `*`
-            before a name passes the argument by keyword.
-        defaults: By parameter of the target, code for a default that it lacks.
-        forms: By parameter of TensorFlow, the conversion in `rules`.
+        target: The function to call instead, such as `"keras.ops.sum"`.
+        parameters: Maps the parameters of the TensorFlow function, in order, to those
+            of the target. `-` drops an argument; `!` refuses values other than None
+            and False; `*` before a name passes the argument by keyword.
+        defaults: Maps parameters of the target to code, which the port passes where
+            the call has no such argument.
+        forms: Maps parameters of the TensorFlow function to conversions in `rules`.
     """
 
     target: str
@@ -64,7 +66,7 @@ def _arguments(table: Mapping[str, str]) -> list[tuple[str, int, str]]:
 
 
 def _operators(rows: Iterable[str]) -> dict[str, Operator]:
-    """Parse rows `paths | parameters | target | target's parameters`, by path."""
+    """Parse rows `paths | parameters | target | its parameters` to a dict of paths."""
     table: dict[str, Operator] = {}
     for row in rows:
         names, parameters, target, targets, *defaults = map(str.strip, row.split("|"))
@@ -83,7 +85,7 @@ def _operators(rows: Iterable[str]) -> dict[str, Operator]:
 
 
 def _templates(rows: Iterable[str]) -> dict[str, tuple[list[str], str]]:
-    """Parse rows `names | parameters | template`; parameters and template by name."""
+    """Parse rows `names | parameters | template` to a dict of names."""
     return {
         name: (parameters.split(), text.strip())
         for names, parameters, text in (row.split("|") for row in rows)
@@ -94,8 +96,7 @@ def _templates(rows: Iterable[str]) -> dict[str, tuple[list[str], str]]:
 _FILE = resources.files("replicax_migrate").joinpath("tables.toml")
 _DATA = tomllib.loads(_FILE.read_text("utf-8"))
 
-# Comments in the file describe the rows of each table. Rows `value = names` become one
-# entry per name.
+# Comments in `tables.toml` describe the rows of each table.
 
 ALIASES: dict[str, str] = _DATA["aliases"]
 OLD_PREFIXES: dict[str, str] = _DATA["old_prefixes"]
@@ -109,12 +110,12 @@ NEED_TENSORFLOW = frozenset(_STAYING)
 """Paths of parts of Keras 3 that use TensorFlow on all backends."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
 _FOREIGN = _by_name(_DATA["foreign"])
-"""By pattern of a full name, why an import stays."""
+"""Maps patterns of full names to the reason why their imports stay."""
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
 GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 WRITTEN = _templates(_DATA["operators"]["written"])
-"""By path, TensorFlow's parameters and a template with `{x}` for a parameter `x`."""
+"""Maps paths to parameters and a template, with `{x}` for the parameter `x`."""
 ARGUMENTS = _lists(_DATA["arguments"])
 KEYWORDS = {
     table: {
@@ -124,23 +125,23 @@ KEYWORDS = {
     }
     for table, rows in _DATA["keywords"].items()
 }
-"""By function or method and by keyword, the action for the keyword and the reason."""
+"""Maps a function or method and a keyword to an action and its reason."""
 OLD_KEYWORDS: dict[str, str] = _DATA["old_keywords"]
 OLD_ORDERS = {k: v.split() for k, v in _by_name(_DATA["old_orders"]).items()}
-"""By path, parameters in the order of TensorFlow 1."""
+"""Maps paths to parameters in the order of TensorFlow 1."""
 WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
 IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])
 NO_STREAM: dict[str, str] = _DATA["no_stream"]
 ORDERS = {k: v.split() for k, v in _by_name(_DATA["orders"]).items()}
-"""By path, parameters that Keras 3 has moved; `"-"` at unchanged positions."""
+"""Maps paths to parameters that Keras 3 has moved; `"-"` at unchanged positions."""
 CALL_ORDERS = _lists(_DATA["call_orders"])
 MESSAGES: dict[str, str] = _DATA["messages"]
 CHANGED_DEFAULTS = _arguments(_DATA["changed_defaults"])
-"""Tuples of path, position and name of an argument with another default in Keras 2."""
+"""Arguments whose defaults Keras 3 changed, as tuples of path, position and name."""
 
 READERS = _products(_DATA["readers"])
-"""Paths of functions of Keras that read batches; their `format="grain"` uses Grain."""
+"""Paths of Keras' functions that read batches, with Grain if `format="grain"`."""
 OPTIMIZERS = _products(_DATA["optimizers"])
 """Paths of the classes of optimizers."""
 OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
@@ -175,7 +176,7 @@ def exists(target: str) -> bool:
 
 
 def _resolved(target: str) -> Any:
-    """The value of a target; None for a field, `_NOTHING` if there is no such name."""
+    """The value of a target; None for a field, `_NOTHING` for an unknown name."""
     root, *parts = target.split(".")
     value: Any = importlib.import_module(ALIASES[root])
     for i, part in enumerate(parts):
@@ -208,7 +209,7 @@ def kind_of_target(target: str) -> str | None:
 
 @functools.cache
 def find_target(path: str | None) -> str | None:
-    """The target of a path under `tensorflow`: a dotted name, a literal, or None.
+    """The target of a path: a dotted name or a literal; None if it has no target.
 
     Example:
         >>> find_target("distribute.MirroredStrategy"), find_target("float32")

@@ -133,7 +133,7 @@ def _plan_tape(script: Script, edits: Edits, call: cst.Call) -> None:
 def _has_unused_result(
     script: Script, line: cst.SimpleStatementLine, block: cst.IndentedBlock
 ) -> bool:
-    """Whether the result of `minimize` is used in control dependencies at most."""
+    """Whether nothing but control dependencies uses the result of `minimize`."""
     small = only_statement(line)
     if isinstance(small, cst.Expr):
         return True
@@ -284,9 +284,9 @@ def _plan_metric_update(
 
 
 def report_trainable(script: Script) -> None:
-    """Report assignments to `trainable` of a compiled model.
+    """Report assignments to `trainable` after the model is compiled.
 
-    Keras 2 trains the variables that were trainable in `compile`.
+    Keras 2 ignores such an assignment until the next `compile`; Keras 3 does not.
     """
     targets = [
         target
@@ -317,7 +317,7 @@ def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
 def _calls_of(
     script: Script, model: Expression, names: tuple[str, ...]
 ) -> list[cst.Call]:
-    """The calls of the methods `names` of a model, through all of its variables."""
+    """The calls of a model's methods `names`, by any variable that holds the model."""
     models = {
         creation
         for creation in creations(script, model)
