@@ -1,4 +1,4 @@
-"""The version of replicax, which the build reads; the versions that workers compare."""
+"""The version of replicax, and the versions of packages that workers compare."""
 
 __all__ = ["__version__", "versions"]
 

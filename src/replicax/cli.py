@@ -5,8 +5,8 @@ Another distribution adds a command by an entry point that names the command's f
     [project.entry-points."replicax.commands"]
     migrate = "replicax_migrate.command:migrate"
 
-This module imports replicax' own commands, so they run from a checkout that is not
-installed. The help lists them in the order below.
+The commands of replicax itself are imported here: they also run from a checkout that
+is not installed.
 """
 
 from importlib.metadata import entry_points

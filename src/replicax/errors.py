@@ -74,16 +74,16 @@ class InternalError(RuntimeError):
 
 
 class LostValuesError(RuntimeError):
-    """Arrays that are needed have been deleted: their memory was donated."""
+    """A variable or argument has no value any more: its memory was donated."""
 
 
 class RetraceError(RuntimeError):
-    """A step function computes something else each time it is traced."""
+    """A step function computes different programs when it is traced again."""
 
 
 @contextmanager
 def names_distribution(name: str) -> Iterator[None]:
-    """A context that imports a separate distribution, such as `"replicax-estimator"`.
+    """A context for the import of a distribution, such as `"replicax-estimator"`.
 
     Raises:
         ModuleNotFoundError: If the distribution is not installed. The message has the

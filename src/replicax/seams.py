@@ -1,6 +1,6 @@
-"""Names for distributions that build on replicax, in addition to the public names.
+"""Names for `replicax-estimator` and `replicax-migrate`, beside the public names.
 
-They may also use these attributes of a strategy: `input_context`, `workers.count`,
+Both may also use these attributes of a strategy: `input_context`, `workers.count`,
 `workers.exchange` and, where servers hold the variables, `home.begin()`, which fetches
 newer values, and `home.settle()`, which waits for the servers.
 """
@@ -23,8 +23,8 @@ from replicax.engine.checks.consistency import (
     synchronize_random_state as synchronize_random_state,
 )
 
-# Reads any dataset, also of strings; repeats names and seeds of created objects;
-# reports the variables that a function creates.
+# Yields the batches of any dataset, also of strings; makes objects again with the same
+# names and seeds; reports the variables that a function creates.
 from replicax.input.sources import raw_batches as raw_batches
 from replicax.keras.variables import made_alike as made_alike
 from replicax.keras.variables import reusing as reusing

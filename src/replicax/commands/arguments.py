@@ -9,9 +9,9 @@ __all__ = ["note_late_options", "require_script"]
 
 
 def note_late_options(context: typer.Context, arguments: Sequence[str]) -> None:
-    """Warn of the command's options among the `arguments` that go to the script.
+    """Warn if `arguments` of the script look like options of the command.
 
-    The warning leaves out an option that is also given to the command itself.
+    There is no warning of an option that the command itself received too.
     """
     options = {
         option: parameter.name or ""

@@ -60,9 +60,9 @@ def plan(
     Options come before the script, and the script's own arguments after it:
     `replicax plan --topology v5e:2x4 train.py --epochs 3`.
 
-    The script runs on this machine up to its first training step; its strategy has the
-    topology's devices. The step is compiled for them, and its FLOPs, bytes, memory and
-    collectives are printed, with predicted times and what limits it first.
+    The script runs on this machine up to its first training step, with a strategy on
+    the topology's devices. The command compiles this step for them, and prints its
+    FLOPs, bytes, memory and collectives, predicted times, and the bottleneck.
     """
     from replicax.planning.topology import check_topology  # Imports JAX.
 

@@ -105,11 +105,11 @@ def run(
     Options come before the script, and the script's own arguments after it:
     `replicax run --workers 2 train.py --epochs 3`.
 
-    Each task gets its TF_CONFIG. When one fails, the others are ended. All tasks are
-    started again if the failed task was killed or exits with a status of at least 128,
-    which a task uses when it has lost another task. An exception of the script ends the
-    job. With parameter servers each failed task is started again alone. The exit status
-    is that of the task that failed first.
+    Each task gets its TF_CONFIG. When a task fails, the others are ended. If the failed
+    task was killed, or has lost another task (exit status 128 or more), all tasks start
+    again. After an exception of the script, the job ends. With parameter servers, a
+    failed task starts again alone. The exit status is that of the task that failed
+    first.
 
     Several workers divide the GPUs of this machine equally.
     """

@@ -12,6 +12,6 @@ def token() -> None:
 
     All tasks of the cluster need the same token: in the variable REPLICAX_PS_TOKEN, or
     in a file that REPLICAX_PS_TOKEN_FILE names and that only its owner may read.
-    `replicax run` makes one for its tasks itself.
+    `replicax run` makes a token for its tasks.
     """
     typer.echo(new_token())

@@ -1,7 +1,7 @@
 """Runs functions and scripts as the tasks of a cluster on this machine, in tests.
 
-`run` does it in one call; with `Cluster` a test can read the output while it runs, and
-kill or freeze tasks.
+`run` waits until all tasks have ended. With a `Cluster`, a test can read the tasks'
+output while they run, and kill or freeze tasks.
 
 `calls` serializes the function or script, `cluster` starts the tasks with the processes
 of `launch`, `runner` is the script of each task, and `results` has their results. No

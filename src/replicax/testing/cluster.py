@@ -93,8 +93,8 @@ class Cluster:
             script's command line.
         kwargs: Keyword arguments of the function.
         env: Environment variables of all tasks, besides those of this process.
-        logical_devices: Number of CPU devices of each task, created before the program
-            starts. None: the program decides.
+        logical_devices: Number of CPU devices of each task. By default the program
+            may call `rx.set_logical_devices`.
         deadline_seconds: Time after which all tasks are killed.
 
     Raises:
@@ -240,8 +240,8 @@ class Cluster:
     def wait(self) -> Results:
         """Wait until all tasks have ended.
 
-        Parameter servers that still serve one second after the end of all other tasks
-        are terminated.
+        Terminates parameter servers that still run one second after all other tasks
+        have ended.
 
         Returns:
             The tasks' results; its `check()` raises if a task failed.
@@ -268,13 +268,13 @@ class Cluster:
         *,
         by: RunningTask | None = None,
     ) -> None:
-        """Wait until `reached()`, which is called at each output and end of a task.
+        """Wait until `reached()` is true; check it after each output and end of a task.
 
         Args:
             reached: The condition.
-            what: Describes the condition, for the error.
-            timeout_seconds: The timeout; None: the cluster's deadline.
-            by: The task that the condition depends on: the wait ends with this task.
+            what: Returns a description of the condition, for the error message.
+            timeout_seconds: The timeout; by default the cluster's deadline.
+            by: The task that must reach the condition; if it ends, the wait fails.
 
         Raises:
             ClusterTimeout: If the condition was not reached in time.
@@ -315,7 +315,7 @@ class Cluster:
             task.kill()
 
     def _collect_stacks(self, tasks: Sequence[RunningTask]) -> dict[str, str]:
-        """Collect the stacks of all threads of tasks; resumes frozen tasks."""
+        """Collect the stacks of all threads of tasks, after resuming frozen tasks."""
         files = {task: self._task_folder(task.name) / runner.STACKS for task in tasks}
         for task, file in files.items():
             if file.exists():  # Without a handler the signal would end the task.

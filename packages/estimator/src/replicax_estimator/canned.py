@@ -35,7 +35,7 @@ LogitsAndVariables: TypeAlias = tuple[jax.Array, list[keras.Variable]]
 
 @dataclasses.dataclass(frozen=True)
 class NetworkPart:
-    """A part of a network; the network's logits are the sum of its parts' logits.
+    """One of the parts whose logits are summed, such as the linear part.
 
     Attributes:
         columns: The feature columns of its input.
@@ -141,10 +141,10 @@ class CannedEstimator(Estimator):
 def optimizer_maker(
     optimizer: OptimizerLike, learning_rate: float, name: str = "optimizer"
 ) -> Callable[[], keras.Optimizer]:
-    """Return a factory of the optimizer; a `model_fn` calls it on each trace.
+    """Return a function that makes the optimizer; a `model_fn` calls it on each trace.
 
-    The factory copies a Keras optimizer with its present settings. An optimizer that is
-    given by name has this `learning_rate`. Errors call the argument `name`.
+    The function copies a Keras optimizer with its present settings. `learning_rate` is
+    for an optimizer's name. Errors call the argument `name`.
     """
     if isinstance(optimizer, str):
         cls: Any = type(keras.optimizers.get(optimizer))

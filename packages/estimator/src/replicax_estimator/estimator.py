@@ -159,8 +159,8 @@ class Estimator:
                 once. A single batch in place of a dataset is repeated without end.
             hooks: `SessionRunHook`s.
             steps: Number of steps of this call.
-            max_steps: The global step to end at. None for both: train until the input
-                ends.
+            max_steps: The global step to end at. Without `steps` and `max_steps`,
+                training ends with the input.
             saving_listeners: `CheckpointSaverListener`s.
 
         Raises:
@@ -276,7 +276,7 @@ class Estimator:
         all_hooks = list(hooks or ())
         for hook in all_hooks:
             hook.begin()
-        # A concurrent second generator must make its own model.
+        # A second generator at the same time must make its own model.
         self._models.pop(key, None)
         try:
             for batch in predictions(model, source, restore, all_hooks):
@@ -353,7 +353,7 @@ class Estimator:
         return saved_variables(self._checkpoint(None, "get_variable_value"))[name]
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Return the folder of the evaluations; each is a line of `metrics.jsonl`."""
+        """Return the folder of the evaluations, which are lines of `metrics.jsonl`."""
         return os.path.join(self.model_dir, "eval" if not name else f"eval_{name}")
 
     def _prepare(self, features: Features, labels: Labels) -> tuple[Features, Labels]:

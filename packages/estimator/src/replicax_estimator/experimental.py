@@ -177,7 +177,7 @@ _CONDITIONS: dict[str, Callable[[_History, float], bool]] = {
     "higher": lambda history, threshold: any(x > threshold for _, x in history),
     "lower": lambda history, threshold: any(x < threshold for _, x in history),
 }
-"""When a `stop_if_*_hook` stops, given a metric's history and the hook's bound."""
+"""The condition of a `stop_if_*_hook`, from a metric's history and a bound."""
 
 
 def _hook(

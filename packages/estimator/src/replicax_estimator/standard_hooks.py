@@ -162,7 +162,7 @@ class LoggingTensorHook(SessionRunHook):
             self._interval.last = None
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Fetch the values if they are due, and with `at_end` in each step."""
+        """Fetch the values in a step that logs; with `at_end`, in each step."""
         self._step = run_context.session.global_step
         self._is_due = self._interval is not None and self._interval.is_due(self._step)
         if not (self._is_due or self._at_end):

@@ -129,8 +129,8 @@ class Training(Loop):
     """The training loop of one call of `train`.
 
     Attributes:
-        last_step: Maps the first global step to the last, or to None: train until the
-            input ends.
+        last_step: A function from the first global step to the last; None stands for
+            the end of the input.
         initialize: Called with the model if there is no checkpoint to restore.
     """
 

@@ -1,7 +1,7 @@
 """Reuses the variables of a function that makes new variables on each trace.
 
-The k-th variable of a later trace is a placeholder of the k-th variable of the first
-trace, the original, and must have the same path, dtype and shape.
+The first trace makes the original variables. The k-th variable of a later trace stands
+for the k-th original, and must have the same path, dtype and shape.
 """
 
 import contextlib

@@ -226,7 +226,7 @@ class Script:
         return keep
 
     def attempt(self, node: cst.CSTNode, rule: Callable[[], _T], default: _T) -> _T:
-        """The result of a rule; if it raises `Unported`, report this, return `default`."""
+        """The result of a rule; `default` if it raises `Unported`, after a report."""
         try:
             return rule()
         except Unported as why:
