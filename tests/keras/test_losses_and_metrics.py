@@ -54,16 +54,29 @@ def model_of(kind: str) -> tuple[Any, list[str]]:
     return model, kinds
 
 
-def results(strategy: Any, kind: str, size: str) -> dict[str, Any]:
-    """The logs of `fit` and `evaluate`, and each output's kernel, by names of items."""
+def compiled_model(strategy: Any, kind: str) -> tuple[Any, list[str]]:
     keras.utils.clear_session()  # Else metrics of the same name are numbered on.
     keras.utils.set_random_seed(3)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model, kinds = model_of(kind)
+        return model_of(kind)
+
+
+def data_of(kinds: list[str], num_rows: int) -> tuple[np.ndarray, list[np.ndarray]]:
     rng = np.random.default_rng(0)
-    num_rows, num_of_validation = SIZES[size]
     x = rng.normal(size=(num_rows, 5)).astype("float32")
-    y = [targets(k, num_rows, rng) for k in kinds]
+    return x, [targets(k, num_rows, rng) for k in kinds]
+
+
+def with_weights(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
+    weights = enumerate(model.get_weights())
+    return logs | {f"weight {i}": weight for i, weight in weights}
+
+
+def results(strategy: Any, kind: str, size: str) -> dict[str, Any]:
+    """The logs of `fit` and `evaluate`, and each output's kernel, by names of items."""
+    model, kinds = compiled_model(strategy, kind)
+    num_rows, num_of_validation = SIZES[size]
+    x, y = data_of(kinds, num_rows)
     small = slice(None, num_of_validation)
     history = model.fit(
         x,
@@ -75,8 +88,7 @@ def results(strategy: Any, kind: str, size: str) -> dict[str, Any]:
         validation_data=(x[small], [t[small] for t in y]),
     ).history
     logs = {name: np.asarray(values) for name, values in history.items()}
-    weights = enumerate(model.get_weights())
-    return logs | {f"weight {i}": weight for i, weight in weights}
+    return with_weights(model, logs)
 
 
 @functools.cache
@@ -87,11 +99,29 @@ def plain(kind: str, size: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["losses", "metrics"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.slow(but=["mirrored 4-few-losses", "mirrored 4-few-metrics"])
+@pytest.mark.slow
 def test_all_are_those_of_plain_keras(
     name: str, size: str, kind: str, assert_same: Any
 ) -> None:
     assert_same(results(STRATEGIES[name](), kind, size), plain(kind, size))
+
+
+def one_program(strategy: Any, kind: str) -> dict[str, Any]:
+    """The same after two batches of 6 rows: losses of `fit`, metrics of `evaluate`."""
+    model, kinds = compiled_model(strategy, kind)
+    x, y = data_of(kinds, 12)
+    options = {"batch_size": 6, "verbose": 0}
+    if kind == "losses":
+        logs = model.fit(x, y, shuffle=False, **options).history
+    else:
+        logs = model.evaluate(x, y, return_dict=True, **options)
+    return with_weights(model, {n: np.asarray(value) for n, value in logs.items()})
+
+
+@pytest.mark.parametrize("kind", ["losses", "metrics"])
+def test_programs_are_those_of_plain_keras(kind: str, assert_same: Any) -> None:
+    strategy = STRATEGIES["mirrored 4"]()
+    assert_same(one_program(strategy, kind), one_program(None, kind))
 
 
 def on_a_worker() -> Any:
