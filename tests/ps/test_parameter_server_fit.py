@@ -13,6 +13,7 @@ from tests.ps.served_cases import (
     CASES,
     NUM,
     SLOW_CASES,
+    X,
     another_model_than_the_chief_has,
     run_cases,
     unseeded_initial_weights,
@@ -267,6 +268,28 @@ def test_what_steps_count_is_counted_for_all_workers(most):
     assert found["counted"] == [[22, 2 * NUM], [111, 3 * NUM]]
     # What a step sets, without the old value, is each worker's own.
     assert all(0 < abs(value) <= 1 for value in last)
+
+
+def test_logs_of_own_steps_are_those_of_all_workers(most):
+    found, printed = equal_outcome(most, "logs_of_own_steps")
+    for history in (found["several"], found["one"]):
+        assert history.keys() == {"size", "accuracy", "loss"}
+    np.testing.assert_allclose(found["one"]["size"], np.abs(X[:48]).mean(), rtol=1e-5)
+    assert found["verbose"] == 2  # A line an epoch, by default.
+    for text in printed:
+        assert "3/3 - " in text
+        assert "\r" not in text
+        assert "\b" not in text
+
+
+def test_a_maximum_is_named_where_workers_add_it_up(most):
+    found, _ = equal_outcome(most, "warnings_of_a_maximum")
+    assert found == {
+        "own_metric": False,
+        "fit": True,
+        "evaluate": False,
+        "closure": True,
+    }
 
 
 def test_another_model_than_the_chiefs_is_an_error_at_once(most):
