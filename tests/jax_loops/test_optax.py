@@ -72,6 +72,7 @@ def is_sharded(strategy: str) -> bool:
     return strategy.startswith(("fully", "sharded"))
 
 
+@pytest.mark.slow(but=["virtual, 2x2", "mirrored, 4", "sharded update, 4"])
 @pytest.mark.parametrize(
     ("strategy", "names"),
     [

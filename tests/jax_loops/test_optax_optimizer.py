@@ -53,6 +53,7 @@ def applied(strategy: rx.Strategy, names: Any) -> dict[str, Any]:
     return trained
 
 
+@pytest.mark.slow(but=["mirrored, 2", "mirrored, 4", "sharded update, 4"])
 @pytest.mark.parametrize(
     ("strategy", "names"),
     [
@@ -123,6 +124,7 @@ def fitted_by_hand(data: Any) -> list[np.ndarray]:
 FITS: dict[str, Callable[[], Any]] = STRATEGIES | {"none": lambda: None}
 
 
+@pytest.mark.slow(but=["none", "mirrored, 4", "sharded update, 4"])
 @pytest.mark.parametrize("name", ["none", *STRATEGIES])
 def test_fit(name: str, digits: Any) -> None:
     strategy = FITS[name]()
@@ -146,6 +148,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(but=[f"mirrored, 2-{name}" for name in OPTIONS])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("strategy", ["none", "mirrored, 2", "fully sharded, 4"])
 def test_options_of_keras(name: str, strategy: str, digits: Any) -> None:

@@ -1,8 +1,14 @@
-"""Where the TPU compiler is not installed, what needs it is skipped."""
+"""Fixtures: the TPU compiler, or a skip; short measurements of this machine."""
 
 import pytest
 
-from replicax.planning import compiler
+from replicax.planning import compiler, rates
+
+
+@pytest.fixture(autouse=True)
+def measurements_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for this machine multiply and sum small arrays, for numbers of no use."""
+    monkeypatch.setattr(rates, "_CPU_SIZES", (64, 2**16))
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ def waits(options, differs=None):
         time.sleep(0.05)
 
 
+@pytest.mark.slow(but=["ps:1"])
 @pytest.mark.parametrize("name", ["worker:1", "ps:1"])
 def test_a_task_with_another_token_ends_at_once(tmp_path, name):
     with Job(tmp_path, waits, options={}, differs=name) as cluster:
