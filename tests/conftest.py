@@ -122,8 +122,8 @@ settings.register_profile(
 settings.load_profile("loaded")
 
 # What is imported stays: a collection of garbage, which tests ask for, need not see it.
-# Others are rare: tests build large graphs of objects, and walking them took a twelfth of
-# the time.
+# Others are rare: tests build large graphs of objects, and walking them again and again
+# took a twelfth of the time.
 gc.freeze()
 gc.set_threshold(10_000, 20, 20)
 
