@@ -18,6 +18,7 @@ from tests.ps.served_cases import (
     run_cases,
     unseeded_initial_weights,
 )
+from tests.ps.served_logs import LOG_CASES
 
 import replicax as rx
 import replicax.testing
@@ -45,7 +46,7 @@ def train(cases):
 
 
 def train_in_most_ways():
-    return train(CASES)
+    return train(CASES | LOG_CASES)
 
 
 def train_in_other_ways():
