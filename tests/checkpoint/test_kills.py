@@ -139,3 +139,32 @@ def test_the_full_disk_of_one_worker_is_named_on_all(tmp_path: Path) -> None:
         assert "worker:0" not in error
         assert names == ["ckpt-1", "ckpt-3"]
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["ckpt-1", "ckpt-3"]
+
+
+def only_the_chief_saves(folder: str) -> str:
+    strategy, checkpoint, _ = sharded(folder)
+    if strategy.workers.is_chief:
+        with pytest.raises(
+            rx.ClusterError, match=r"worker:1.*All workers must"
+        ) as error:
+            checkpoint.write(f"{folder}/c")
+        return str(error.value)
+    time.sleep(2)
+    return ""
+
+
+def test_a_save_on_one_worker_names_the_other(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    run(only_the_chief_saves, num_workers=2, args=(str(tmp_path),), logical_devices=2)
+    assert time.monotonic() - begin < 60
+
+
+def ends_without_close(folder: str) -> None:
+    _, checkpoint, manager = sharded(folder)
+    set_values(checkpoint, 1)
+    manager.save()
+
+
+def test_the_exit_of_all_workers_waits_for_a_save(tmp_path: Path) -> None:
+    run(ends_without_close, num_workers=2, args=(str(tmp_path),), logical_devices=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt-1"]

@@ -144,8 +144,6 @@ def two_workers(folder: str) -> dict[str, bool]:
     strategy = rx.FullyShardedStrategy(timeouts=rx.Timeouts(startup=90))
     checkpoint_of(strategy, 2).write(f"{folder}/two workers")
     checkpoint = checkpoint_of(strategy)
-    # Only the chief knows when the folder has its name.
-    strategy.workers.exchange("written", None)
     right = {}
     for name in [*LAYOUTS, "two workers"]:
         checkpoint.restore(f"{folder}/{name}").assert_consumed()

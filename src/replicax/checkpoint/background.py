@@ -48,6 +48,8 @@ def _submit(call: Callable[[], None]) -> Future[None]:
 def write(path: Path, contents: Contents) -> None:
     """Write a checkpoint as `storage.write` does; a shared one after earlier saves."""
     if contents.is_shared:
+        # In the script's thread, an exchange detects a worker that does not save.
+        workers.current().exchange("replicax.checkpoint.write", None)
         _submit(functools.partial(storage.write, path, contents)).result()
     else:
         storage.write(path, contents)

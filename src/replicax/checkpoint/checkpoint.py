@@ -96,8 +96,8 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str]) -> str:
         """Save under `path` and an increasing number: `ckpt-1`, `ckpt-2`, ...
 
-        Worker 0 returns after fsync; the others do not wait for it. `CheckpointManager`
-        saves asynchronously.
+        Workers return when their part is written: of sharded arrays, all when the
+        checkpoint is complete. `CheckpointManager` saves asynchronously.
 
         Args:
             path: Folder and prefix of the name.

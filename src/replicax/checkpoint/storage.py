@@ -75,11 +75,12 @@ class Contents:
 def write(path: Path, contents: Contents) -> None:
     """Write a checkpoint atomically, replacing an older one at `path`.
 
-    If its contents are shared, all workers must call this; they write into the folder
-    of the chief.
+    If its contents are shared, all workers must call this. They write into the folder
+    of the chief, and return when it is renamed.
 
     Raises:
-        CheckpointError: If it cannot be written. The older checkpoint stays.
+        CheckpointError: If it cannot be written, on all workers. The older checkpoint
+            stays.
         ClusterError: If a worker does not take part within the deadline.
     """
     try:
@@ -108,6 +109,21 @@ def _write(path: Path, contents: Contents) -> None:
             arrays.write(part, contents.arrays, index)
             return fingerprint(part / arrays.file_of(index))
 
+        def publish_folder() -> None:
+            if index:
+                return
+            files = {arrays.file_of(i): x for i, x in enumerate(fingerprints)}
+            for i, (name, expected) in enumerate(files.items()):
+                if (part / name).stat().st_size != expected["bytes"]:
+                    raise CheckpointError(f"{name} of {worker.names[i]} is incomplete")
+            manifest: JSONObject = {
+                "arrays": arrays.table_of(contents.arrays),
+                "values": dict(contents.values),
+                "labels": dict(contents.labels),
+            }
+            _FORMAT.write_manifest(part, manifest, files)
+            publish(part, path, replace=True)
+
         def call(name: str, step: Callable[[], T]) -> list[T]:
             if not contents.is_shared:
                 return [step()]
@@ -116,19 +132,7 @@ def _write(path: Path, contents: Contents) -> None:
         path = Path(call("folder", make_folder)[0])
         part = part_of(path)
         fingerprints = call("shards", write_shards)
-        if index:
-            return
-        files = {arrays.file_of(i): x for i, x in enumerate(fingerprints)}
-        for i, (name, expected) in enumerate(files.items()):
-            if (part / name).stat().st_size != expected["bytes"]:
-                raise CheckpointError(f"file {name} of {worker.names[i]} is incomplete")
-        manifest: JSONObject = {
-            "arrays": arrays.table_of(contents.arrays),
-            "values": dict(contents.values),
-            "labels": dict(contents.labels),
-        }
-        _FORMAT.write_manifest(part, manifest, files)
-        publish(part, path, replace=True)
+        call("manifest", publish_folder)
 
 
 def _on_all_workers(
