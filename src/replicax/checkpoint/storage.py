@@ -11,8 +11,9 @@ writes the manifest, calls fsync and renames the folder.
 
 import contextlib
 import dataclasses
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from replicax._util.files import (
     temporary_folder,
     why_not_written,
 )
+from replicax._util.hashes import digest
 from replicax._util.manifest import FolderFormat, fingerprint
 from replicax._util.types import JSONObject
 from replicax._util.waiting import Announced
@@ -105,23 +107,19 @@ def _write(path: Path, contents: Contents) -> None:
                 folders.enter_context(temporary_folder(part_of(path)))
             return os.fspath(path.absolute())
 
-        def write_shards() -> JSONObject:
+        def write_shards() -> tuple[JSONObject, str]:
             arrays.write(part, contents.arrays, index)
-            return fingerprint(part / arrays.file_of(index))
+            return fingerprint(part / arrays.file_of(index)), digest(json.dumps(table))
 
         def publish_folder() -> None:
             if index:
                 return
-            files = {arrays.file_of(i): x for i, x in enumerate(fingerprints)}
-            for i, (name, expected) in enumerate(files.items()):
-                if (part / name).stat().st_size != expected["bytes"]:
-                    raise CheckpointError(f"{name} of {worker.names[i]} is incomplete")
             manifest: JSONObject = {
-                "arrays": arrays.table_of(contents.arrays),
+                "arrays": table,
                 "values": dict(contents.values),
                 "labels": dict(contents.labels),
             }
-            _FORMAT.write_manifest(part, manifest, files)
+            _FORMAT.write_manifest(part, manifest, _checked(part, written))
             publish(part, path, replace=True)
 
         def call(name: str, step: Callable[[], T]) -> list[T]:
@@ -129,10 +127,24 @@ def _write(path: Path, contents: Contents) -> None:
                 return [step()]
             return _on_all_workers(name, step, lambda e: _why(e, path, contents))
 
+        table = arrays.table_of(contents.arrays)
         path = Path(call("folder", make_folder)[0])
         part = part_of(path)
-        fingerprints = call("shards", write_shards)
+        written = call("shards", write_shards)
         call("manifest", publish_folder)
+
+
+def _checked(folder: Path, written: Sequence[tuple[JSONObject, str]]) -> JSONObject:
+    """Return the fingerprints of the workers' files; raise if one does not fit."""
+    files: JSONObject = {}
+    for i, (file, table) in enumerate(written):
+        name, task = arrays.file_of(i), workers.current().names[i]
+        if table != written[0][1]:
+            raise CheckpointError(f"{task} saves other arrays or shardings")
+        if (folder / name).stat().st_size != file["bytes"]:
+            raise CheckpointError(f"{name} of {task} is incomplete")
+        files[name] = file
+    return files
 
 
 def _on_all_workers(
