@@ -215,47 +215,47 @@ class CheckpointManager:
                 one does not fit the objects.
         """
         self._await_save()
-        path, contents, problems = self._newest_undamaged()
+        newest = self._newest_undamaged()
         mark = self._directory / FINISHED
         if self._worker.is_chief and mark.exists():  # A resumed run is not finished.
             mark.unlink()
-        if path is None and problems:
+        if newest is None:
+            if self._init_fn is not None:
+                self._init_fn()
+            return None
+        path, contents = newest
+        self._checkpoint.apply(contents, os.fspath(path))
+        return os.fspath(path)
+
+    def _newest_undamaged(self) -> tuple[Path, Contents] | None:
+        """Return the newest undamaged checkpoint; None if there is no checkpoint.
+
+        Each worker verifies its share of the files.
+        """
+        problems: list[str] = []
+        for path in reversed(self._paths):
+            contents, problem = None, None
+            try:
+                contents = storage.read(path, (self._worker.index, self._worker.count))
+            except CheckpointError as error:
+                problem = str(error)
+            outcomes = self._worker.exchange(
+                "replicax.checkpoint.newest", problem, storage.TIMEOUT_SECONDS
+            )
+            problem = next(filter(None, outcomes), None)
+            if problem is None and contents is not None:
+                self._paths = self._paths[: self._paths.index(path) + 1]
+                return path, contents
+            if self._worker.is_chief:
+                _logger.warning("%s It is skipped.", problem)
+            problems.append(str(problem))
+        if problems:
             raise CheckpointError(
                 "CheckpointManager: no checkpoint is undamaged: "
                 + " ".join(problems)
                 + f" Delete {self._directory} to start from the beginning."
             )
-        if path is None or contents is None:
-            if self._init_fn is not None:
-                self._init_fn()
-            return None
-        self._checkpoint.apply(contents, os.fspath(path))
-        return os.fspath(path)
-
-    def _newest_undamaged(self) -> tuple[Path | None, Contents | None, list[str]]:
-        """Return the newest undamaged checkpoint, and the errors of newer ones.
-
-        Each worker verifies its share of the files.
-        """
-        problems: list[str] = []
-        share = (self._worker.index, self._worker.count)
-        for path in reversed(self._paths):
-            contents, problem = None, None
-            try:
-                contents = storage.read(path, share)
-            except CheckpointError as error:
-                problem = str(error)
-            found = self._worker.exchange(
-                "replicax.checkpoint.newest", problem, storage.TIMEOUT_SECONDS
-            )
-            damage = next(filter(None, found), None)
-            if damage is None:
-                self._paths = self._paths[: self._paths.index(path) + 1]
-                return path, contents, problems
-            if self._worker.is_chief:
-                _logger.warning("%s It is skipped.", damage)
-            problems.append(damage)
-        return None, None, problems
+        return None
 
     def _await_save(self) -> None:
         """Wait for the save in progress; worker 0 sends its result to the others."""
