@@ -285,13 +285,12 @@ def _jax_entry(
         return leaf
 
     def write(x: np.ndarray | jax.Array) -> None:
-        # A copy: JAX may keep using the NumPy array's memory.
         if isinstance(x, jax.Array):
             put(x)
         elif not isinstance(leaf.sharding, NamedSharding):
-            put(jax.device_put(x.copy(), leaf.sharding if is_committed else None))
+            put(jax.device_put(x, leaf.sharding if is_committed else None))
         elif not device_put.has_no_devices(leaf.sharding):
-            put(device_put.laid_out(x.copy(), leaf.sharding))
+            put(device_put.laid_out(x, leaf.sharding))
 
     return ArrayEntry(
         name=name,
