@@ -106,17 +106,6 @@ def test_which_calls_share_a_program(a, b, same) -> None:
     assert hash(key_a) == hash(key_a)
 
 
-def test_per_replica_is_split_and_arrays_are_given_whole(strategy) -> None:
-    rows = np.arange(6.0, dtype="float32").reshape(2, 3)
-
-    def fn(mine: Any, all_rows: Any) -> Any:
-        assert (mine.shape, all_rows.shape) == ((3,), (2, 3))
-        return mine + all_rows.sum()
-
-    out = strategy.run(fn, (rx.PerReplica(rows), rows))
-    np.testing.assert_array_equal(np.asarray(out), rows + rows.sum())
-
-
 def test_pytrees_and_statics(strategy) -> None:
     class Config:
         scale = 3.0
@@ -209,15 +198,6 @@ def test_a_sharded_argument_goes_whole_to_every_replica_with_a_warning(caplog) -
     (record,) = caplog.records
     assert "float32[8] is sharded" in record.getMessage()
     assert "rx.PerReplica(x.reshape(" in record.getMessage()
-
-
-def test_reduced_values_may_go_back_in(strategy) -> None:
-    total = strategy.reduce("sum", strategy.run(lambda: jnp.ones(3)))
-    out = strategy.run(lambda t: t * 2, (total,))
-    np.testing.assert_array_equal(np.asarray(out), np.full(3, 4.0))
-    # Also by closure.
-    out = strategy.run(lambda: jnp.ones_like(total) + total.max() * 2)
-    np.testing.assert_array_equal(np.asarray(out), np.full(3, 5.0))
 
 
 def test_arguments_of_another_strategys_devices() -> None:

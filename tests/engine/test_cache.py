@@ -172,12 +172,6 @@ def test_new_shape_dtype_and_structure_compile_anew_and_old_ones_stay(strategy) 
     assert sizes(strategy) == [1] * len(arguments)
 
 
-def test_lambdas_made_in_a_loop_share_a_program(strategy) -> None:
-    for i in range(8):
-        assert values_of(strategy.run(lambda x: x * 2.0, (float(i),)))[0] == 2.0 * i
-    assert sizes(strategy) == [1]
-
-
 def test_inner_functions_made_in_a_loop_share_a_program(strategy) -> None:
     w = keras.Variable(3.0) if rx.get_strategy() is strategy else None
     if w is None:
@@ -352,28 +346,6 @@ def test_cache_is_bounded_and_drops_the_least_recently_used() -> None:
     assert len(cache) == 3
     cache.get(fn, 1, make(1))
     assert made == [0, 1, 2, 3, 1]
-
-
-@pytest.mark.slow
-def test_strategy_keeps_512_programs_and_lets_old_functions_go() -> None:
-    strategy = rx.OneDeviceStrategy("cpu:0")
-    refs = []
-
-    class Marker:
-        pass
-
-    def make(marker: Marker) -> Any:
-        return lambda x: (marker, x)[1]
-
-    for _ in range(514):
-        marker = Marker()
-        refs.append(weakref.ref(marker))
-        strategy.run(make(marker), (1.0,))
-    del marker
-    gc.collect()
-    assert len(strategy.runner.programs) == 512
-    alive = [ref() is not None for ref in refs]
-    assert alive == [False] * 2 + [True] * 512
 
 
 def test_strategy_and_model_are_freed() -> None:

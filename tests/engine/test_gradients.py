@@ -399,16 +399,3 @@ def test_source_assigned_inside_the_tape_keeps_its_new_value(strategy) -> None:
 
     assert first(strategy.run(step)) == 6.0
     assert float(w.value) == 10.0
-
-
-def test_step_may_update_twice_with_two_tapes(strategy) -> None:
-    w = variable(8.0, strategy)
-
-    def step() -> Any:
-        for _ in range(2):
-            with rx.GradientTape() as tape:
-                y = w * w
-            w.assign_sub(0.25 * tape.gradient(y, w))
-
-    strategy.run(step)
-    assert float(w.value) == 2.0

@@ -123,25 +123,3 @@ def test_any_shape_survives_the_round_trip(num_replicas, rows, columns) -> None:
     summed = strategy.reduce("sum", out)
     np.testing.assert_allclose(summed["same"], x.sum(0), rtol=1e-5, atol=1e-6)
     assert strategy.gather(out, axis=0)["same"].shape == (num_replicas * rows, columns)
-
-
-@jax.tree_util.register_pytree_node_class
-class Layer:
-    def __init__(self, w: Any, name: str) -> None:
-        self.w, self.name = w, name
-
-    def tree_flatten(self) -> Any:
-        return (self.w,), self.name
-
-    @classmethod
-    def tree_unflatten(cls, name: str, children: Any) -> "Layer":
-        return cls(*children, name)
-
-
-def test_own_pytree_classes_flow_through() -> None:
-    strategy = mirrored(2)
-    layer = Layer(np.ones(3, "float32"), "first")
-    for _ in range(3):
-        layer = strategy.run(lambda p: Layer(p.w * 2, p.name + "!"), (layer,))
-    assert layer.name == "first!!!"
-    np.testing.assert_array_equal(np.asarray(layer.w), np.full(3, 8.0))

@@ -1,7 +1,6 @@
 """Scopes: nesting, threads and what is left after an error."""
 
 import threading
-import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from tests.conftest import mirrored, values_of
 
 import replicax as rx
-from replicax.engine.scope import current_context, current_strategy, entered_context
+from replicax.engine.scope import current_context, current_strategy
 
 
 def test_what_the_scope_tells() -> None:
@@ -94,15 +93,6 @@ def test_errors_leave_no_scope_open() -> None:
     assert current_context() is None
 
 
-def test_entered_context_restores_the_outer_one() -> None:
-    outer = types.SimpleNamespace(trace_key=())
-    with entered_context(outer):
-        with entered_context(None):
-            assert current_context() is None
-        assert current_context() is outer
-    assert current_context() is None
-
-
 def test_new_threads_start_outside() -> None:
     with mirrored(2).scope(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(rx.has_strategy).result() is False
@@ -138,25 +128,6 @@ def test_two_threads_train_with_different_strategies_at_once() -> None:
         one = pool.submit(train, ["cpu:0", "cpu:1"])
         other = pool.submit(train, ["cpu:4", "cpu:5", "cpu:6", "cpu:7"])
         assert (one.result(), other.result()) == (-19.0, -39.0)
-
-
-def test_two_threads_share_a_strategy() -> None:
-    strategy = mirrored(2)
-    barrier = threading.Barrier(2, timeout=60)
-
-    def use(offset: float) -> list[float]:
-        barrier.wait()
-        return [
-            float(
-                strategy.reduce("sum", strategy.run(lambda x: x * 2.0, (i + offset,)))
-            )
-            for i in range(20)
-        ]
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.submit(use, 0.0), pool.submit(use, 100.0)
-        assert first.result() == [4.0 * i for i in range(20)]
-        assert second.result() == [4.0 * i + 400.0 for i in range(20)]
 
 
 @pytest.mark.parametrize(

@@ -213,16 +213,6 @@ def test_value_and_grad_of_nothing_is_refused() -> None:
         rx.value_and_grad(lambda: 1.0, [])
 
 
-def test_jax_grad_of_argument_inside_a_step(strategy) -> None:
-    with strategy.scope():
-        w = keras.Variable(2.0)
-
-    def step(x: Any) -> Any:
-        return jax.grad(lambda x: w * x * x)(x)
-
-    assert first(strategy.run(step, (3.0,))) == 12.0
-
-
 def test_tape_outside_run_is_refused() -> None:
     w = keras.Variable(3.0)
     with (

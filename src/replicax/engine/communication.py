@@ -147,7 +147,7 @@ class CommunicationOptions:
             value, unset = getattr(options, name), getattr(CommunicationOptions, name)
             if value not in (unset, getattr(self, name)):
                 raise ValueError(
-                    f"{caller}: options have {name}={value!r}, which holds for whole "
+                    f"{caller}: options have {name}={value!r}, which applies to whole "
                     "programs. Give it to the strategy, as communication_options."
                 )
         if options.bytes_per_pack and "+" in axis.devices[0]:

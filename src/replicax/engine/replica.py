@@ -85,7 +85,7 @@ class ReplicaContext(CountedReplicas):
         num_active: int | None = None,
         divides_updates: bool = False,
     ) -> None:
-        """Create a context; programs do this.
+        """Create a context, as programs do.
 
         Args:
             group: The replicas.
@@ -288,22 +288,12 @@ class ReplicaContext(CountedReplicas):
         with entered_context(context):
             yield
 
-    def _combined_gradients(
-        self,
-        grads: Sequence[Grad],
-        dims: Sequence[int | None],
-        weights: list[jax.Array] | None = None,
-    ) -> list[Grad]:
-        return self.reduced_gradients(
-            "optimizer.apply", self._gradient_op, grads, dims, weights
-        )
-
     def reduced_gradients(
         self,
         caller: str,
         op: ReduceOp,
         grads: Sequence[Grad],
-        dims: Sequence[int | None],
+        dims: Sequence[int | None] | None = None,
         weights: list[jax.Array] | None = None,
     ) -> list[Grad]:
         """Sum or average gradients, by the strategy's `CommunicationOptions`.
@@ -323,7 +313,7 @@ class ReplicaContext(CountedReplicas):
             group.communication,
             dims=dims,
             # After the user's hook, which may change gradients of copies.
-            on_device=lambda own: self._group.sum_on_device(self.counted(own)),
+            on_device=lambda own: group.sum_on_device(self.counted(own)),
             weights=weights,
             # If weights are not sharded, the program gathers new weights afterwards.
             updates_are_last=self.has_split_weights,
@@ -350,8 +340,11 @@ class ReplicaContext(CountedReplicas):
         try:
             weights = list(weights)
             lengths_match = len(weights) == len(grads)  # If not, `apply` raises.
-            combined = self._combined_gradients(
-                grads, [None] * len(grads), weights if lengths_match else None
+            combined = self.reduced_gradients(
+                "optimizer.apply",
+                self._gradient_op,
+                grads,
+                weights=weights if lengths_match else None,
             )
             return apply(declare_mirrored(combined), weights)
         finally:
@@ -382,9 +375,12 @@ class ReplicaContext(CountedReplicas):
             grads: This replica's gradients; None for a variable without gradient.
         """
         dims = [self._group.layouts.dim_of_update(v) for v in variables]
+        combined = self.reduced_gradients(
+            "optimizer.apply", self._gradient_op, grads, dims
+        )
         combined = [
             declare_mirrored(x) if dim is None else x
-            for x, dim in zip(self._combined_gradients(grads, dims), dims, strict=True)
+            for x, dim in zip(combined, dims, strict=True)
         ]
         combined = self.strategy.home.prepared_gradients(optimizer, combined)
         paths_without = [

@@ -179,14 +179,14 @@ class PerReplica:
         text = (
             f"num_replicas={array.shape[0]}, shape={tuple(array.shape[1:])}, {dtype=!s}"
         )
-        is_here = (
+        is_readable = (
             is_array(array)
             and not isinstance(array, jax.core.Tracer)
             and getattr(array, "is_fully_addressable", True)
         )
         if self.num_active is not None:
             text += f", num_active={self.num_active}"
-        if is_here and array.size <= 16 and not is_key(array):
+        if is_readable and array.size <= 16 and not is_key(array):
             text += f", values={np.asarray(array).tolist()}"
         return f"PerReplica({text})"
 

@@ -316,16 +316,6 @@ def test_common_training_code_is_accepted(model_name, optimizer_name, strategy) 
     strategy.check_replicas()
 
 
-def test_batch_statistics_are_averaged(strategy) -> None:
-    with strategy.scope():
-        norm = layers.BatchNormalization(momentum=0.0)
-    x = np.float32([[[1.0], [3.0]], [[5.0], [11.0]]])
-    strategy.run(lambda x: norm(x, training=True), (rx.PerReplica(x),))
-    # The replicas' means 2 and 8, and variances 1 and 9.
-    np.testing.assert_allclose(np.asarray(norm.moving_mean.value), [5.0])
-    np.testing.assert_allclose(np.asarray(norm.moving_variance.value), [5.0])
-
-
 def corrupt(variable: keras.Variable, replica: int) -> None:
     """Change one replica's copy in its lowest bit."""
     variable._value = corrupted(variable.value, replica)

@@ -240,36 +240,3 @@ def test_what_repeats_is_no_error(name: str, strategy: rx.Strategy) -> None:
         return outer.gradient(total, [w]), outer.gradient(loss, x)
 
     strategy.run(step, (x,))
-
-
-def test_two_optimizers_and_two_tapes(strategy: rx.Strategy) -> None:
-    with strategy.scope():
-        first = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dropout(0.5)]
-        )
-        second = keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dense(1),
-            ]
-        )
-        optimizers = keras.optimizers.Adam(), keras.optimizers.SGD(0.1)
-    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
-
-    def step(x: Any) -> Any:
-        for _ in range(2):
-            with rx.GradientTape() as a, rx.GradientTape() as b:
-                out = second(first(x, training=True), training=True)
-                loss = ops.mean(out**2)
-                penalty = loss + ops.mean(ops.abs(out))
-            grads = a.gradient(loss, first.trainable_variables)
-            optimizers[0].apply(grads, first.trainable_variables)
-            grads = b.gradient(penalty, second.trainable_variables)
-            if not strategy.group.updates_at_home:
-                optimizers[1].apply(grads, second.trainable_variables)
-        return loss
-
-    if strategy.group.updates_at_home:
-        pytest.skip("weights of a central device have no new values within a step")
-    strategy.run(step, (x,))
