@@ -35,8 +35,8 @@ class Interval:
     """A timer in steps or in seconds.
 
     Attributes:
-        last: Step and time of the last event, by `time.monotonic()`. None: there was no
-            event, and the timer is due.
+        last: Step and time of the last event, by `time.monotonic()`. None before the
+            first event: the timer is due.
     """
 
     def __init__(self, steps: int | None, seconds: float | None, caller: str) -> None:
@@ -168,7 +168,7 @@ class SessionRunHook:
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Called after a step; values that were fetched have blocked on the device."""
+        """Called after a step; fetched values have waited for the device."""
 
     def end(self, session: HookSession | None) -> None:
         """Called after the last step."""

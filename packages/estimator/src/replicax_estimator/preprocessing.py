@@ -176,7 +176,7 @@ def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:
     """Serialize a preprocessor as JSON.
 
     A numeric column with a `normalizer_fn` becomes part of the program, which reads the
-    raw feature. ValueError: A function is in another place, such as in a cross.
+    raw feature. ValueError: The function is elsewhere, such as in a cross.
     """
     columns: list[JSONObject] = []
     in_program = list(preprocessor.in_program)

@@ -121,7 +121,7 @@ def _metric_functions(script: Script, node: Expression) -> Iterator[cst.Function
 
 
 def _depends_on_shape(script: Script, function: cst.FunctionDef, name: str) -> bool:
-    """Whether labels go to code other than functions that accept any shape."""
+    """Whether labels reach code that may depend on their shape."""
     uses = [n for n in walk(function.body) if is_name(n, name)]
     paths = (script.called_path(script.call_of_arg(n)) for n in uses)
     return not all(path.startswith(NAMES["functions_of_any_shape"]) for path in paths)

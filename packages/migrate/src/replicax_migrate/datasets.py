@@ -156,7 +156,7 @@ def _direct_ancestors(script: Script, node: Expression) -> list[Expression]:
             return [*_operands(script, node)]
         case cst.Subscript():
             return direct_values(script, node) or [node.value]
-    # For `train, test = load()`, the call if the elements of its result are unknown.
+    # For `train, test = load()` with unknown elements, the call itself.
     unpacked = (v for d in definitions(script, node) for v in d.values)
     values = direct_values(script, node) or unpacked
     return [*values, *_returned_by_methods(script, node)]

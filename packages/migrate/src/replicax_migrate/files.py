@@ -34,7 +34,7 @@ _MODEL_SUFFIXES = (".keras", ".h5")
 _WEIGHT_SUFFIXES = (".weights.h5",)
 """Suffixes of files of weights."""
 _Path: TypeAlias = tuple[Expression, tuple[str, ...]]
-"""The name of a file, and its possible suffixes; no suffix if a call reads the file."""
+"""A file name in a call, and the suffixes to choose from; none for a reading call."""
 
 
 def plan_files(script: Script) -> Edits:
@@ -102,7 +102,7 @@ def _path_ends(script: Script, path: Expression) -> list[Expression]:
 
 
 def _argument_returned(script: Script, call: cst.Call, value: Expression) -> Expression:
-    """The argument at the end of the result `value` of a call; else `value`."""
+    """The argument with which a call's result `value` ends; `value` itself if none."""
     ends = set(_path_ends(script, value))
     for function in script.functions(last_name(call.func)):
         for position, param in enumerate(function.params.params):

@@ -59,7 +59,7 @@ class _UpdateCounter:
 
         @functools.wraps(original)
         def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            # A gradient tape traces a step several times: count each trace apart.
+            # A gradient tape traces a step several times: each trace has its own count.
             is_traced = isinstance(optimizer.iterations.value, Tracer)
             key = next(trace_numbers) if is_traced else -id(optimizer)
             jax.debug.callback(functools.partial(self._count, key))

@@ -42,7 +42,7 @@ def port_notebook(source: bytes) -> Ported:
         source: The text of an .ipynb file.
 
     Returns:
-        The ported text and the findings, whose line numbers count in `cell`.
+        The ported text, and the findings with the lines of their cells.
 
     Raises:
         ValueError: If the text is not a notebook, or a cell is neither Python nor

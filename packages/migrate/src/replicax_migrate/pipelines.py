@@ -47,7 +47,7 @@ from replicax_migrate.values import possible_values
 __all__ = ["PIPELINE_STAYS", "plan_pipelines"]
 
 PIPELINE_STAYS = "stays a tf.data pipeline, which needs TensorFlow"
-"""The beginning of the reason for a pipeline that stays."""
+"""The first words of the report that a pipeline stays."""
 
 
 def plan_pipelines(script: Script) -> Edits:
@@ -218,7 +218,7 @@ def _keep(
 
 
 def _keep_dropped_arguments(script: Script, edits: Edits, call: cst.Call) -> None:
-    """Keep arguments that the port drops, so that no rule reports the arguments."""
+    """Leave dropped arguments unported, so that no rule reports them."""
     for arg in call.args:
         path = script.names.tf_path(arg.value) or ""
         is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")

@@ -40,7 +40,7 @@ class _Load(NamedTuple):
         condition: The condition that chooses one of two splits; else `""`.
         is_supervised: Whether examples are pairs, not dictionaries.
         info: The variable for the `info` object; None without `with_info=True`.
-        uses: The code that replaces each expression with this variable.
+        uses: Maps expressions with this variable to the code that replaces them.
     """
 
     name: str
@@ -64,7 +64,7 @@ def unknown_loads(
 
 
 def plan_loads(script: Script, edits: Edits, calls: list[cst.Call]) -> None:
-    """Plan the port of calls, none of which `unknown_loads` yields."""
+    """Plan the port of calls that `keras.datasets` can replace."""
     for call in calls:
         _plan(script, edits, call, _parse_load(script, call))
     for node in script.calls:

@@ -48,9 +48,9 @@ _T = TypeVar("_T")
 
 
 def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Make a decorator that ends the recursion of functions `f(script, node, ...)`.
+    """Make a decorator that stops recursive functions `f(script, node, ...)` at cycles.
 
-    A call within a call for the same node returns `result`.
+    If an outer call has the same node, the inner call returns `result`.
     """
 
     def decorator(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -110,7 +110,7 @@ def definition_values(script: Script, definition: Definition) -> list[Expression
 
 
 def is_parameter(script: Script, node: Expression) -> bool:
-    """Whether a variable may be a parameter, whose value unknown callers may pass."""
+    """Whether a variable may be a parameter, so that its values may be unknown."""
     reaching = script.flow.reaching(node)
     return any(
         isinstance(script.parent(definition.node), cst.Param) for definition in reaching
@@ -184,8 +184,8 @@ def loop_container(script: Script, node: cst.CSTNode) -> tuple[Expression, bool]
     """The container whose elements a loop or a comprehension binds to a name.
 
     Returns:
-        The container, and whether the container is a dict whose values the name gets,
-        like `v` in `for k, v in d.items()`; None for other names.
+        The container, and whether the name gets the values of a dict, as `v` does in
+        `for k, v in d.items()`; None for other names.
     """
     for parent in script.parents(node) if isinstance(node, cst.Name) else ():
         loop = parent.for_in if isinstance(parent, cst.BaseComp) else None

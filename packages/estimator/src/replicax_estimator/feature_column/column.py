@@ -112,7 +112,7 @@ class Column(abc.ABC):
 
 
 Columns: TypeAlias = Column | Iterable[Column]
-"""A column or several, as an argument."""
+"""An argument: one column, or several."""
 
 
 class SingleFeature:
