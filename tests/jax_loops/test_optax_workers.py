@@ -68,6 +68,7 @@ def trained() -> Any:
     ]
 
 
+@pytest.mark.slow  # Optax' example and a case of `fit` are quick on two workers.
 def test_two_workers_train_as_one_device() -> None:
     results = replicax.testing.run(
         trained, num_workers=2, logical_devices=1, deadline_seconds=120

@@ -81,6 +81,7 @@ def assert_equal(one: Any, other: Any) -> None:
     )
 
 
+@pytest.mark.slow(but=[f"{name}-{num}" for name in STRATEGIES for num in (2, 4)])
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_is_that_of_one_device(name: str, num: int) -> None:

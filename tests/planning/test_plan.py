@@ -89,6 +89,7 @@ def assert_known_answers(plan: Plan, topology: str) -> None:
     assert plan.time.compute == pytest.approx(plan.flops / plan.rates.peak_flops)
 
 
+@pytest.mark.slow(but=["cpu:4", "v5e:2x4", "v5e:16x16"])
 @hardware(["cpu:4", "cpu:8", *TPUS])
 def test_fit(topology: str) -> None:
     strategy = local_strategy()

@@ -13,6 +13,7 @@ import grain
 import jax
 import keras
 import numpy as np
+import optax
 import pytest
 import scipy.sparse
 from keras import layers
@@ -93,6 +94,11 @@ def momentum_with_several_steps_per_execution():
     return outcome(model, history) | {
         "predict": model.predict(x, batch_size=8, verbose=0)
     }
+
+
+def optimizer_of_optax():
+    model = classifier(rx.OptaxOptimizer(optax.adam(0.01)))
+    return outcome(model, model.fit(X, Y, batch_size=32, shuffle=False, verbose=0))
 
 
 def synchronized_batch_normalization():
@@ -257,6 +263,7 @@ def dropout_and_replica_statistics():
 AS_ONE_DEVICE = {
     adam_with_all_that_fit_takes: False,
     synchronized_batch_normalization: False,
+    optimizer_of_optax: False,
     validation_split_and_single_batches: False,
     a_shuffled_py_dataset: True,
     generators: True,

@@ -470,14 +470,9 @@ def test_strategies_train_alike(case: str, strategy: str) -> None:
     assert_same(actual, expected(case, num_replicas), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(but=[f"{case}-4" for case in ON_ONE_IN_EACH_RUN])
 @pytest.mark.parametrize("num_replicas", [2, 4, 8])
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case in ON_ONE_IN_EACH_RUN else pytest.mark.slow)
-        for case in SAME_ON_ONE
-    ],
-)
+@pytest.mark.parametrize("case", SAME_ON_ONE)
 def test_replicas_train_as_one(case: str, num_replicas: int) -> None:
     actual = expected(case, num_replicas)
     assert_same(actual, result_on_one(case), rtol=2e-4, atol=2e-5)
