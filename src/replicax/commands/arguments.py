@@ -5,10 +5,10 @@ from pathlib import Path
 
 import typer
 
-__all__ = ["note_late_options", "require_script"]
+__all__ = ["require_script", "warn_of_late_options"]
 
 
-def note_late_options(context: typer.Context, arguments: Sequence[str]) -> None:
+def warn_of_late_options(context: typer.Context, arguments: Sequence[str]) -> None:
     """Warn if `arguments` of the script look like options of the command.
 
     There is no warning of an option that the command itself received too.

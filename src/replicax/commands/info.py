@@ -96,10 +96,10 @@ def _system_info() -> SystemInfo:
     errors: list[str] = []
     config = _tf_config(errors)
     devices = _local_devices(errors)
-    # An unreadable cluster is unknown, not absent: recommend nothing then.
-    fits = None
+    # With an unreadable TF_CONFIG the cluster is unknown: recommend nothing.
+    recommendation = None
     if not errors:
-        fits = fitting_strategy([d.platform for d in devices], config)
+        recommendation = fitting_strategy([d.platform for d in devices], config)
     return SystemInfo(
         versions={
             "replicax": __version__,
@@ -118,7 +118,7 @@ def _system_info() -> SystemInfo:
             task_type=config.task_type,
             task_index=config.task_id,
         ),
-        recommendation=fits,
+        recommendation=recommendation,
         warnings=_pool_warnings(devices),
         errors=errors,
     )
@@ -146,7 +146,7 @@ def _local_devices(errors: list[str]) -> "Sequence[Device]":
 
     from replicax.engine.devices import before_start
 
-    before_start()  # As strategies do it: libtpu prints errors where there is no TPU.
+    before_start()  # As strategies do: libtpu prints errors on machines without a TPU.
     try:
         return jax.local_devices()
     except (AssertionError, RuntimeError) as error:  # JAX raises either.
@@ -161,7 +161,7 @@ def _device_groups(devices: "Sequence[Device]") -> list[DeviceGroup]:
         (d.platform, d.device_kind, (d.memory_stats() or {}).get("bytes_limit"))
         for d in devices
     )
-    return [DeviceGroup(*alike, count) for alike, count in groups.items()]
+    return [DeviceGroup(*key, count) for key, count in groups.items()]
 
 
 def _pool_warnings(devices: "Sequence[Device]") -> list[str]:
@@ -232,15 +232,15 @@ def fitting_strategy(
         >>> fitting_strategy(["cpu"]).strategy
         'OneDeviceStrategy'
     """
-    here = _on_one_machine(devices)
+    local = _on_one_machine(devices)
     if tf_config is None:
-        return here
+        return local
     if tf_config.task_type == "evaluator":
         return Recommendation(
-            here.strategy,
+            local.strategy,
             "TF_CONFIG makes this process the evaluator, which works beside the "
-            f"cluster on its own devices: {here.reason}",
-            here.notes,
+            f"cluster on its own devices: {local.reason}",
+            local.notes,
         )
     cluster = tf_config.cluster
     num_workers = len(cluster.workers)
@@ -257,15 +257,15 @@ def fitting_strategy(
             f"TF_CONFIG has {num_workers} workers: each mirrors the variables on its "
             "devices, and all train in step.",
         )
-    return here
+    return local
 
 
 def _on_one_machine(devices: Sequence[str]) -> Recommendation:
     platforms = [d for d in devices if d != "cpu"] or list(devices)
     platform, num_devices = platforms[0], len(platforms)
     if platform == "tpu":
-        has = _count(num_devices, "TPU device")
-        return Recommendation("TPUStrategy", f"This process has {has}.")
+        count = _count(num_devices, "TPU device")
+        return Recommendation("TPUStrategy", f"This process has {count}.")
     if num_devices == 1:
         return Recommendation(
             "OneDeviceStrategy",

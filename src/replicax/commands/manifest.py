@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from replicax.commands.arguments import note_late_options
+from replicax.commands.arguments import warn_of_late_options
 from replicax.launch.manifest import jobset, to_yaml
 from replicax.launch.training_job import TrainingJob
 
@@ -30,13 +30,13 @@ def manifest(
     ],
     workers: Annotated[int, typer.Option(help="Number of workers.")],
     script: Annotated[
-        str, typer.Argument(help="Script, or module with -m, as the image has it.")
+        str, typer.Argument(help="Path of the script in the image, or module with -m.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What the script gets as arguments.")
+        list[str] | None, typer.Argument(help="Arguments of the script.")
     ] = None,
     module: Annotated[
-        bool, typer.Option("-m", "--module", help="The script is a module's name.")
+        bool, typer.Option("-m", "--module", help="Run a module, like `python -m`.")
     ] = False,
     name: Annotated[str, typer.Option(help="Name of the job.")] = "train",
     namespace: Annotated[str | None, typer.Option(help="Namespace of the job.")] = None,
@@ -80,7 +80,7 @@ def manifest(
 
     Apply it with `replicax manifest ... train.py | kubectl apply -f -`.
     """
-    note_late_options(context, arguments or [])
+    warn_of_late_options(context, arguments or [])
     if checkpoint_path is not None and checkpoint_claim is None:
         raise typer.BadParameter(
             f"{checkpoint_path!r} needs a volume; name one with --checkpoint-claim.",

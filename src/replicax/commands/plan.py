@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from replicax.commands.arguments import note_late_options, require_script
+from replicax.commands.arguments import require_script, warn_of_late_options
 from replicax.errors import DeviceError
 from replicax.planning import compiler
 
@@ -20,31 +20,31 @@ def plan(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="Python script, or module with -m.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What the script gets as arguments.")
+        list[str] | None, typer.Argument(help="Arguments of the script.")
     ] = None,
     module: Annotated[
-        bool, typer.Option("-m", "--module", help="The script is a module's name.")
+        bool, typer.Option("-m", "--module", help="Run a module, like `python -m`.")
     ] = False,
     topology: Annotated[
         str,
         typer.Option(
             help="TPU slice such as v5e:2x4, NVIDIA GPUs such as h100:8 or h100:4x8 "
-            "(hosts x cards), or cpu:N or gpu:N of here."
+            "(hosts x cards), or cpu:N or gpu:N of this machine."
         ),
     ] = "v5e:16x16",
-    slices: Annotated[int, typer.Option(min=1, help="Number of such TPU slices.")] = 1,
+    slices: Annotated[int, typer.Option(min=1, help="Number of TPU slices.")] = 1,
     link_bandwidth: Annotated[
         float | None,
         typer.Option(
-            help="Bytes per second, one direction, that a device sends to the others "
-            "of its slice or host, such as 450e9, in place of the published figure."
+            help="Bytes per second that a device sends to the others of its slice or "
+            "host, such as 450e9; by default the published figure."
         ),
     ] = None,
     network_bandwidth: Annotated[
         float | None,
         typer.Option(
-            help="Bytes per second, one direction, of a device's share of its host's "
-            "network, such as 50e9, in place of the published figure."
+            help="Bytes per second that a device sends over the network, such as "
+            "50e9; by default its share of the published figure."
         ),
     ] = None,
     json_file: Annotated[
@@ -68,7 +68,7 @@ def plan(
 
     if not module:
         require_script(script)
-    note_late_options(context, arguments or [])
+    warn_of_late_options(context, arguments or [])
     try:
         check_topology(
             topology,
@@ -107,7 +107,7 @@ def plan(
 def _require_matplotlib(figure: Path | None) -> None:
     if figure is not None and importlib.util.find_spec("matplotlib") is None:
         typer.echo(
-            "Error: this needs the package matplotlib, which is not installed. "
+            "Error: --figure needs the package matplotlib, which is not installed. "
             "Install it with: pip install 'replicax[plan]'",
             err=True,
         )

@@ -10,7 +10,7 @@ import typer
 
 from replicax._util.arguments import require_path
 from replicax._util.gpus import CUDA_VISIBLE_DEVICES
-from replicax.commands.arguments import note_late_options, require_script
+from replicax.commands.arguments import require_script, warn_of_late_options
 from replicax.cpu.settings import cpu_pool_size, keep_loops
 from replicax.launch.failures import RestartPolicy
 from replicax.launch.gang import ClusterCommand
@@ -28,7 +28,7 @@ __all__ = ["RestartOn", "run"]
 
 
 class RestartOn(enum.Enum):
-    """The failures after which tasks are restarted."""
+    """The failures after which tasks restart."""
 
     TRANSIENT = "transient"
     ANY = "any"
@@ -38,10 +38,10 @@ def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="Python script, or module with -m.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What the script gets as arguments.")
+        list[str] | None, typer.Argument(help="Arguments of the script.")
     ] = None,
     module: Annotated[
-        bool, typer.Option("-m", "--module", help="The script is a module's name.")
+        bool, typer.Option("-m", "--module", help="Run a module, like `python -m`.")
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Number of workers.")] = 1,
     chief: Annotated[bool, typer.Option("--chief", help="Add a chief.")] = False,
@@ -58,22 +58,22 @@ def run(
     ] = 3,
     backoff_seconds: Annotated[
         float,
-        typer.Option(min=0, help="Wait before the first restart; doubles up to 60 s."),
+        typer.Option(min=0, help="Seconds before the first restart; doubles up to 60."),
     ] = 1.0,
     restart_on: Annotated[
         RestartOn,
         typer.Option(
-            help="Start again after failures that may pass, such as a killed task, or "
-            "after any.",
+            help="Restart after failures that may pass, such as a killed task, or "
+            "after all failures.",
         ),
     ] = RestartOn.TRANSIENT,
     grace_seconds: Annotated[
         float,
-        typer.Option(min=0, help="How long tasks may take to end when they are asked."),
+        typer.Option(min=0, help="Seconds between SIGTERM and SIGKILL of a task."),
     ] = 30.0,
     evaluator_seconds: Annotated[
         float,
-        typer.Option(min=0, help="How long the evaluator may go on at the end."),
+        typer.Option(min=0, help="Seconds until an evaluator ends after training."),
     ] = 600.0,
     cores_per_worker: Annotated[
         int | None,
@@ -83,8 +83,8 @@ def run(
         int | None,
         typer.Option(
             min=1,
-            help="Number of CPU devices of each task. If left out, one, or what the "
-            "script sets.",
+            help="Number of CPU devices of each task; by default one, unless the "
+            "script sets another.",
         ),
     ] = None,
     profile: Annotated[
@@ -115,7 +115,7 @@ def run(
     """
     if not module:
         require_script(script)
-    note_late_options(context, arguments or [])
+    warn_of_late_options(context, arguments or [])
     jobs = {"chief": int(chief), "worker": workers, "ps": ps, "evaluator": evaluator}
     if not chief and not workers:
         raise typer.BadParameter("A cluster needs a worker or a chief; it has neither.")
@@ -164,7 +164,7 @@ def _page(path: Path) -> str:
 
 def _environment(logical_devices: int | None) -> dict[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    # For scripts that import keras first.
+    # For scripts that import keras before replicax.
     environment.setdefault("KERAS_BACKEND", "jax")
     if logical_devices is not None:
         environment["JAX_NUM_CPU_DEVICES"] = str(logical_devices)

@@ -62,7 +62,7 @@ def _show_stacks_on_signal(folder: Path) -> None:
     # Open for the process' life: the signal's handler writes to it.
     stacks = part.open("wb", buffering=0)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    part.rename(folder / STACKS)  # This name signals: the handler is installed.
+    part.rename(folder / STACKS)  # Only now is the handler installed.
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
