@@ -1,10 +1,10 @@
 """Checkpoints: saves and restores state, atomically and with checksums.
 
-Mirrored variables are equal on all workers, so worker 0 alone copies them to the host
-and writes them in a thread, without collectives; sharded ones are gathered first. A
-writer fills a temporary folder, writes the manifest with checksums last, calls fsync
-and renames the folder. So a folder with its final name is complete, and a read detects
-damage.
+Each worker copies its shards to the host, and writes them in a thread, without
+collectives. Mirrored variables are equal on all workers: the chief, worker 0, writes
+them. The workers fill a temporary folder. The chief writes the manifest with checksums
+last, calls fsync and renames the folder. So a folder with its final name is complete,
+and a read detects damage.
 """
 
 from replicax.checkpoint.checkpoint import Checkpoint

@@ -34,14 +34,14 @@ class Shard:
         worker: Index of the worker that writes it.
         start: Index of its first element in the array.
         shape: Its shape.
-        data: Its elements in memory, or its file; None in the memory of other workers.
+        data: Its elements in memory, or its file; None in other workers.
         offset: Where the shard begins in its file, in bytes.
     """
 
     worker: int
     start: Shape
     shape: Shape
-    data: np.ndarray | Path | None
+    data: np.ndarray | jax.Array | Path | None
     offset: int = 0
 
     def copy_to(self, part: np.ndarray, first: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class Shard:
     def _rows(self, begin: int, end: int, dtype: np.dtype) -> np.ndarray:
         if isinstance(self.data, np.ndarray):
             return self.data.reshape(self.shape)[begin:end]
-        assert self.data is not None
+        assert isinstance(self.data, Path)
         row_bytes = dtype.itemsize * math.prod(self.shape[1:])
         offset, count = self.offset + begin * row_bytes, (end - begin) * row_bytes
         try:

@@ -27,9 +27,9 @@ _last: Future[None] | None = None
 
 
 def _submit(call: Callable[[], None]) -> Future[None]:
-    """Call a function in a thread, after the last one; process exit waits for it.
+    """Call a function in a thread, after earlier calls; process exit waits for it.
 
-    So all workers write their shards in the order of their saves.
+    The order is that of the saves, so that the workers write the same one together.
     """
     global _last
     executor = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")

@@ -333,55 +333,47 @@ def to_host(
 ) -> dict[str, ShardedArray]:
     """Copy the arrays to the host; the next step may donate the originals.
 
-    Nothing is communicated. Each shard is copied once: of an array that several workers
-    have parts of, each of them copies its own; all others are copied by the chief.
+    Nothing is communicated. Of an array that several workers have parts of, each worker
+    copies its own part; the chief copies all other arrays.
     """
     values = {entry.name: entry.read() for entry in entries}
     shards = {name: _shards_of(x, is_chief=is_chief) for name, x in values.items()}
-    for _, data in itertools.chain(*shards.values()):
-        if isinstance(data, jax.Array):
-            data.copy_to_host_async()
+    for shard in itertools.chain(*shards.values()):
+        if isinstance(shard.data, jax.Array):
+            shard.data.copy_to_host_async()
     arrays: dict[str, ShardedArray] = {}
     for name, x in values.items():
         copies = [
-            dataclasses.replace(shard, data=np.array(data))
-            if data is not None
-            else shard
-            for shard, data in shards[name]
+            shard
+            if shard.data is None
+            else dataclasses.replace(shard, data=np.array(shard.data))
+            for shard in shards[name]
         ]
         arrays[name] = ShardedArray(tuple(x.shape), np.dtype(x.dtype), copies)
     return arrays
 
 
-_Data: TypeAlias = np.ndarray | jax.Array | None
-
-
-def _shards_of(
-    x: np.ndarray | jax.Array, *, is_chief: bool
-) -> list[tuple[Shard, _Data]]:
-    """Divide an array into shards, and return them with the data that is here.
-
-    Each shard has one worker that writes it. Elsewhere its data is None.
-    """
+def _shards_of(x: np.ndarray | jax.Array, *, is_chief: bool) -> list[Shard]:
+    """Divide an array into shards, each for one worker; others have no data of it."""
     if not isinstance(x, jax.Array) or x.is_fully_replicated or not x.size:
-        data = x.addressable_data(0) if isinstance(x, jax.Array) else x
-        shard = Shard(worker=0, start=(0,) * x.ndim, shape=tuple(x.shape), data=None)
-        return [(shard, data if is_chief else None)]
-    shards: list[tuple[Shard, _Data]] = []
+        own = x.addressable_data(0) if isinstance(x, jax.Array) else x
+        data = own if is_chief else None
+        return [Shard(worker=0, start=(0,) * x.ndim, shape=tuple(x.shape), data=data)]
+    shards: list[Shard] = []
     for part in x.global_shards:
         if part.replica_id:
             continue
         spans = [s.indices(n)[:2] for s, n in zip(part.index, x.shape, strict=True)]
+        is_local = x.is_fully_addressable
         shard = Shard(
-            worker=0 if x.is_fully_addressable else part.device.process_index,
+            worker=0 if is_local else part.device.process_index,
             start=tuple(start for start, _ in spans),
             shape=tuple(stop - start for start, stop in spans),
-            data=None,
+            data=part.data if is_chief or not is_local else None,
         )
-        is_own = is_chief or not x.is_fully_addressable
-        shards.append((shard, part.data if is_own else None))
-    # The chief must know the order in a worker's file, but JAX lists a set of devices.
-    return sorted(shards, key=lambda pair: pair[0].start)
+        shards.append(shard)
+    # JAX lists a set of devices, but the chief must know the order in each file.
+    return sorted(shards, key=lambda shard: shard.start)
 
 
 def encode(value: PyTree, name: str) -> JSON:

@@ -70,7 +70,7 @@ class Contents:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several workers hold the arrays, and all must write."""
+        """Whether several workers hold shards, so that all workers must write."""
         return any(shard.worker for x in self.arrays.values() for shard in x.shards)
 
 
@@ -135,7 +135,11 @@ def _write(path: Path, contents: Contents) -> None:
 
 
 def _checked(folder: Path, written: Sequence[tuple[JSONObject, str]]) -> JSONObject:
-    """Return the fingerprints of the workers' files; raise if one does not fit."""
+    """Return the fingerprints of the workers' files.
+
+    Raises a `CheckpointError` if a worker's arrays differ from those of the chief, or
+    if its file is not in the chief's folder.
+    """
     files: JSONObject = {}
     for i, (file, table) in enumerate(written):
         name, task = arrays.file_of(i), workers.current().names[i]
