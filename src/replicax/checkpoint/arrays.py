@@ -106,13 +106,13 @@ class ShardedArray:
         slices = index or (slice(None),) * len(self.shape)
         spans = [s.indices(n)[:2] for s, n in zip(slices, self.shape, strict=True)]
         shape = [stop - start for start, stop in spans]
-        # Shards are copied by rows: a scalar has one.
-        part = np.empty(shape or 1, self.dtype)
-        for shard in self.shards:
-            shard = (
-                shard if shape else dataclasses.replace(shard, start=(0,), shape=(1,))
-            )
-            shard.copy_to(part, [start for start, _ in spans] or [0])
+        part, first = np.empty(shape, self.dtype), [start for start, _ in spans]
+        shards = self.shards
+        if not shape:  # Shards are copied by rows: make the scalar a row.
+            part, first = part.reshape(1), [0]
+            shards = [dataclasses.replace(x, start=(0,), shape=(1,)) for x in shards]
+        for shard in shards:
+            shard.copy_to(part, first)
         return part.reshape(shape)
 
     def on_devices(self, sharding: Sharding) -> jax.Array:

@@ -93,7 +93,7 @@ def write(path: Path, contents: Contents) -> None:
         raise CheckpointError(
             f"checkpoint {path}: could not be written: {_why(error, path, contents)}. "
             "Checkpoints written before are untouched. Make room, or use another "
-            "folder."
+            "folder, which all workers must mount."
         ) from error
 
 
