@@ -184,6 +184,9 @@ def test_values_of_a_table(tmp_path):
     )
     assert row["n"] == "01"
     assert row["m"].dtype == "float32"
+    (pair,) = rx.input.csv(text_file(tmp_path, "n,m,y\n1,2.5,3\n"), "y", stacked=True)
+    assert [pair[0].tolist(), int(pair[1])] == [[1.0, 2.5], 3]
+    assert pair[0].dtype == "float32"
 
 
 def text_file(folder, text):
@@ -205,6 +208,7 @@ def text_file(folder, text):
             {},
             r"'a' has 1 missing values, the first in row 2.*miss",
         ),
+        ("a,b\n1,x\n", {"stacked": True}, r"column 'b' of object\[\] cannot be stack"),
         ("", {}, r"table\.csv: Empty CSV file"),
     ],
 )

@@ -22,6 +22,7 @@ def csv(
     label: str | None = None,
     *,
     columns: Sequence[str] | None = None,
+    stacked: bool = False,
     dtypes: Mapping[str, DTypeLike] | None = None,
     missing: Mapping[str, Any] | None = None,
     names: Sequence[str] | None = None,
@@ -35,6 +36,8 @@ def csv(
         paths: Paths of UTF-8 files, or patterns such as `"part-*.csv"`.
         label: The column that becomes the second part of pairs `(row, label)`.
         columns: Columns to read, `label` among them. None: all columns.
+        stacked: Whether a row is one array, `float32[F]`, of its `F` columns of numbers
+            without `label`, in place of a dict. That is several times as fast.
         dtypes: Columns' dtypes; `str` is for text. Others are inferred.
         missing: Values for empty fields of columns of numbers.
         names: The columns' names, for files whose first line is not a header.
@@ -69,7 +72,7 @@ def csv(
         _csv_table(file, columns, types, names, delimiter)
         for file in file_list(paths, "csv")
     ]
-    return _rows("csv", tables, label, missing or {})
+    return _rows("csv", tables, label, stacked, missing or {})
 
 
 def parquet(
@@ -77,6 +80,7 @@ def parquet(
     label: str | None = None,
     *,
     columns: Sequence[str] | None = None,
+    stacked: bool = False,
     missing: Mapping[str, Any] | None = None,
 ) -> "grain.MapDataset[Any]":
     """Make a Grain dataset of the rows of Parquet files, which are read into memory.
@@ -87,6 +91,8 @@ def parquet(
         paths: Paths of files, or patterns such as `"train/*.parquet"`.
         label: The column that becomes the second part of pairs `(row, label)`.
         columns: Columns to read, `label` among them. None: all columns.
+        stacked: Whether a row is one array, `float32[F]`, of its `F` columns of numbers
+            without `label`, in place of a dict. That is several times as fast.
         missing: Values for missing values of columns of numbers.
 
     Returns:
@@ -124,7 +130,7 @@ def parquet(
                 f"parquet: cannot read {file}: {error}. The file is damaged, or is not "
                 "a Parquet file; copy it again."
             ) from error
-    return _rows("parquet", tables, label, missing or {})
+    return _rows("parquet", tables, label, stacked, missing or {})
 
 
 def _csv_table(
@@ -187,6 +193,7 @@ def _rows(
     caller: str,
     tables: "Sequence[pa.Table]",
     label: str | None,
+    stacked: bool,
     missing: Mapping[str, Any],
 ) -> "grain.MapDataset[Any]":
     import pyarrow as pa
@@ -194,7 +201,7 @@ def _rows(
     table = pa.concat_tables(tables, promote_options="permissive")
     wanted = [*missing, *([] if label is None else [label])]
     _check_columns(caller, "the data", wanted, table.column_names)
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for name in table.column_names:
         column = table.column(name)
         if name in missing:
@@ -207,9 +214,21 @@ def _rows(
                 f"missing={{{name!r}: ...}}."
             )
         arrays[name] = _as_array(column)
-    if label is None:
-        return numpy_dataset(arrays)
-    return numpy_dataset((arrays, arrays.pop(label)))
+    labels = [] if label is None else [arrays.pop(label)]
+    rows = _stack(caller, arrays) if stacked else arrays
+    return numpy_dataset((rows, *labels) if labels else rows)
+
+
+def _stack(caller: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Stack columns `[N]` to `float32[N, F]`."""
+    for name, array in arrays.items():
+        if array.ndim > 1 or array.dtype.kind not in "biuf":
+            raise InputError(
+                f"{caller}: column {name!r} of {array.dtype}{list(array.shape[1:])} "
+                "cannot be stacked; expected numbers. Leave it out by columns=[...], "
+                "or pass stacked=False."
+            )
+    return np.stack(list(arrays.values()), 1, dtype="float32", casting="same_kind")
 
 
 def _as_array(column: "pa.ChunkedArray") -> np.ndarray:
