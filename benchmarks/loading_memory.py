@@ -21,7 +21,7 @@ import replicax as rx
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--devices", type=int, default=4)
-parser.add_argument("--width", type=int, default=1024, help="of six square weights")
+parser.add_argument("--width", type=int, default=512, help="of the layers")
 
 
 _PLACING = ("variables.py", "keras/src/backend/jax/core.py", "device_put.py")
@@ -61,12 +61,13 @@ def peaks() -> Generator[Counter[int]]:
 
 
 def model_of(width: int) -> Any:
-    """A compiled model of six weights `[width, width]`, with Adam's state."""
+    """A compiled model with Adam's state; an embedding has most of its weights."""
     import keras
 
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((width,))])
-    for _ in range(6):
+    model = keras.Sequential([keras.Input((None,), dtype="int32")])
+    model.add(keras.layers.Embedding(20 * width, width))
+    for _ in range(4):
         model.add(keras.layers.Dense(width, "relu"))
     model.compile(keras.optimizers.Adam(), "mse")
     model.optimizer.build(model.trainable_variables)

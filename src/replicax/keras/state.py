@@ -50,17 +50,34 @@ def set_aggregation(
     ):
         return
     names = [f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(owner).__mro__]
-    for method in {_OF_ROWS[name] for name in names if name in _OF_ROWS}:
+    methods = {_OF_ROWS[name] for name in names if name in _OF_ROWS}
+    for method in methods:
         _give_all_rows(owner, method)
     rule = strategy.group.aggregation.of(path)
     if rule is None:
         rules = [_RULES.get(name, {}).get(kwargs.get("name", "")) for name in names]
         rule = next((aggregation_of(x) for x in rules if x is not None), None)
+    if methods or (rule is not None and rule.combine is not None):
+        _refuse_servers(strategy, path, owner)
     if rule is not None:
         kwargs["aggregation"] = rule.of_keras
         set_combination(variable, rule.combine)
     elif _is_moving_statistic(owner, dtype, kwargs):
         kwargs["aggregation"] = "mean"
+
+
+def _refuse_servers(strategy: StrategyLike, path: str, owner: object) -> None:
+    """Raise if parameter servers would add the workers' changes of a variable."""
+    num_workers = strategy.input_shard.num_workers
+    if num_workers > 1 and not strategy.home.keeps_slots:
+        kind = type(owner)
+        raise NotImplementedError(
+            f"{kind.__module__.split('.')[0]}.{kind.__name__}: variable {path!r} is "
+            "computed from the rows of all replicas. The servers of "
+            f"{type(strategy).__name__} add the changes of {num_workers} workers, each "
+            "from rows of its own, which gives another value. Use "
+            "rx.MultiWorkerMirroredStrategy, or one worker."
+        )
 
 
 def _is_moving_statistic(
