@@ -31,21 +31,20 @@ NOT_RUN = "not run"
 HEADER = """\
 # Programs of the texts that replicax began with
 
-See here how far [`replicax migrate`](migrate.md) carries programs as people write them:
-every program of five texts about `tf.distribute`, ported with nothing left to do by
-hand, and run. The texts are notes (000), a chapter of a handbook (001), TensorFlow's
-guide (002) and two articles (003, 004); the code is in
-[`tests/seeds/blocks`](../tests/seeds/blocks).
+Every program of five texts about `tf.distribute`, ported by
+[`replicax migrate`](migrate.md) with nothing left to do by hand, and run. The texts are
+notes (000), a chapter of a handbook (001), TensorFlow's guide (002) and two articles
+(003, 004); the code is in [`tests/seeds/blocks`](../tests/seeds/blocks).
 
 - **lines** are the author's, without empty ones; **ported** are those that the command
-  changed or took out; **repaired** are broken in the text, such as `model.complie`.
+  changed or removed; **repaired** are broken in the text, such as `model.complie`.
 - What a text presupposes, such as `train_dataset`, was written for TensorFlow and
-  ported too. Seed 001 includes its program from a file that the text does not contain,
-  so it is written from its description.
-- Where a text has GPUs and the machine has none, the result is an error that says so.
-  Programs for TPUs are compiled by the TPU compiler and not run.
-- Losses are the first and the last epoch's, on CPU devices of two cores, with few
-  examples an epoch: they show that a program trains, not how well it would.
+  ported too. The program of text 001 is in a file that the text does not contain, so it
+  is written from its description.
+- The machine has no GPUs: programs for them end with an error that says so. Programs
+  for TPUs are compiled by the TPU compiler and not run.
+- Losses are the first and the last epoch's, with few examples an epoch on two CPU
+  cores: they show that a program trains, not how well.
 
 `python scripts/seeds_table.py` writes this page.
 
