@@ -199,19 +199,21 @@ def sum_gradients(
     arrays = [None if g is None else jnp.asarray(g) for g in grads]
     if options.gradient_hook is not None:
         arrays = _hooked(arrays, options.gradient_hook)
-    own = {i: g for i, g in enumerate(arrays) if g is not None}
+    present = {i: g for i, g in enumerate(arrays) if g is not None}
     if on_device is not None:
-        own = dict(zip(own, on_device([*own.values()]), strict=True))
-    sums = own
+        present = dict(zip(present, on_device([*present.values()]), strict=True))
+    sums = present
     if axis.size > 1:
-        sent = {i: _compressed(g, options.compression) for i, g in own.items()}
+        compressed = {
+            i: _compressed(g, options.compression) for i, g in present.items()
+        }
         dim_of = {i: d for i, d in enumerate(dims or ()) if d is not None}
-        blocks, others = _block_sums(sent, dim_of, ops, axis, updates_are_last)
+        blocks, others = _block_sums(compressed, dim_of, ops, axis, updates_are_last)
         sums = blocks | _whole_sums(
             others, ops, axis, options, weights, may_overlap=may_overlap
         )
     return [
-        None if g is None else sums[i].astype(own[i].dtype)
+        None if g is None else sums[i].astype(present[i].dtype)
         for i, g in enumerate(arrays)
     ]
 
@@ -239,7 +241,7 @@ def _block_sums(
     plan = plan_sums(grads, axis, scatters=True)
     blocks = sum_in_order(grads, plan, scatter, axis, updates_are_last=updates_are_last)
     if plan.buckets and updates_are_last:
-        # Otherwise XLA would delay small sums and updates, to hide the buckets' sums.
+        # Otherwise XLA would delay updates and small sums until the buckets are summed.
         early = {i: x for i, x in blocks.items() if i not in plan.buckets[-1]}
         small = {i: x for i, x in others.items() if x.nbytes < _SMALL_BYTES}
         early, small = lax.optimization_barrier((early, small))

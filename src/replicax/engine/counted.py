@@ -29,7 +29,7 @@ class CountedReplicas:
 
     @property
     def trace_key(self) -> Hashable:
-        """Equal for contexts in which a function has equal traces."""
+        """A key that is equal for contexts in which a function has equal traces."""
         group, options = self._group, self._group.communication
         if group.num_replicas == 1:
             return None
@@ -94,10 +94,9 @@ class CountedReplicas:
         return self.stop_uncounted_gradients(self._group.sum(self.counted(tree)))
 
     def stop_uncounted_gradients(self, tree: PyTree) -> PyTree:
-        """The same arrays; no gradients flow back on replicas that do not count.
+        """The same arrays; replicas that do not count pass no gradients back.
 
-        Otherwise an all-reduce in the backward pass would add gradients of losses of
-        copied examples.
+        An all-reduce in the backward pass would add these gradients, of copied rows.
         """
         tree = self._where_counted(tree, lax.stop_gradient)
         return tree if self._num_active is None else declare_mirrored(tree)

@@ -33,7 +33,7 @@ _WIDE = (np.dtype("int64"), np.dtype("uint64"))
 
 
 def laid_out(value: PyTree, sharding: NamedSharding) -> jax.Array:
-    """Place a value, equal in every process, by a sharding, without communication.
+    """Place a value that is equal in every process, without communication.
 
     `jax.device_put` would compare the processes' values, with a collective.
     """
@@ -79,7 +79,7 @@ def resharded(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     log = workers.current().log
     if log is not None:
         kind = f"{array.dtype}{list(array.shape)}"
-        name = f"the gathering of an array that workers have parts of ({kind})"
+        name = f"the gathering of an array that workers hold parts of ({kind})"
         log.note(Operation(name, f"gathered {kind};".encode()))
     if _device_order(array.sharding) != _device_order(sharding):
         return jax.device_put(array, sharding)
@@ -89,15 +89,15 @@ def resharded(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 def unaliased(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Place an array, in memory that a program may donate.
 
-    An array with this sharding is returned itself. Others are copied if JAX might share
-    the memory of a shard that stays on its device, in spite of `may_alias=False`. A
-    collective if several processes hold parts of the array.
+    Returns the array itself if it has this sharding. A collective if several processes
+    hold parts of the array.
     """
     if array.sharding == sharding:
         return array
     if is_spread(array):
         return resharded(array, sharding)
     if sharding.is_fully_replicated or array.sharding.num_devices > 1:
+        # Even with `may_alias=False`, JAX may share the memory of a shard that stays.
         array = jnp.copy(array)
     return laid_out(array, sharding)
 
@@ -145,7 +145,7 @@ def warn_of_wide_integers(arrays: Iterable[PyTree]) -> None:
             continue
         limits = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
         if x.view(np.uint64).max() <= limits.max:
-            continue  # In most cases one pass: as unsigned, negative numbers are large.
+            continue  # Most arrays need one pass: negative numbers are large, unsigned.
         least, most = x.min(), x.max()
         if least < limits.min or most > limits.max:
             warnings.warn(

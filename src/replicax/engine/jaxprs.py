@@ -41,10 +41,7 @@ def inner_jaxprs(equation: JaxprEqn | TracedEquation) -> list[Jaxpr]:
 
 
 def equations_of(jaxpr: AnyJaxpr, *primitives: str) -> Iterator[JaxprEqn]:
-    """The equations of `primitives` in a jaxpr and its inner jaxprs, in order.
-
-    The inner jaxprs of a matching equation are skipped.
-    """
+    """The equations of `primitives`, also in the inner jaxprs of other equations."""
     for equation in open_jaxpr(jaxpr).eqns:
         if equation.primitive.name in primitives:
             yield equation

@@ -121,7 +121,7 @@ def _share_scale() -> float:
 
 
 def declare_share(loss: jax.Array) -> jax.Array:
-    """Mark a loss as a share; in `fit` losses are no shares, and are returned as is."""
+    """Mark a loss as a share, except in `fit`, where each replica has whole losses."""
     context = current_context()
     is_whole = context is None or context.loss_scale == context.num_counted
     return loss if is_whole else checkpoint_name(loss, _SHARE)

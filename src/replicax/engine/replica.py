@@ -91,10 +91,10 @@ class ReplicaContext(CountedReplicas):
             group: The replicas.
             gradient_op: How optimizers combine gradients: SUM in custom loops, MEAN in
                 `fit`.
-            num_active: Number of replicas that hold examples of this batch, the first
-                ones; results leave out the others, which compute on copies. None: all.
-            divides_updates: Whether the devices divide the updates, which then follow
-                the replica function in the program.
+            num_active: Number of replicas that hold examples of this batch; None: all.
+                The last replicas compute on copies, which results leave out.
+            divides_updates: Whether updates are divided over the devices, after the
+                replica function.
         """
         super().__init__(group, gradient_op, num_active)
         self.strategy = group.strategy

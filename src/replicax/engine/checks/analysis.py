@@ -40,7 +40,7 @@ def analyse(
     mirrored_sums: Collection[int],
     num_results: int,
 ) -> Analysis:
-    """Analyse a program's trace; if the result differs from `before`, trace again.
+    """Analyse a program's trace. If the result is not `before`, trace again.
 
     Args:
         name: The program's name for messages.
@@ -49,7 +49,7 @@ def analyse(
         written: The variables whose new values are the last outputs of the replicas.
         before: The analysis that this trace of the program used.
         mirrored_sums: Ids of `"sum"` variables that replicas assigned equal values to.
-        num_results: Number of outputs, the first ones, whose form depends on
+        num_results: Number of the replicas' first outputs that are described by
             `Analysis.equal_results`.
 
     Raises:
