@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from replicax._util.arguments import require_count, require_path
+from replicax._util.types import Logs
 from replicax.engine.scope import current_call
 from replicax.errors import ContextError
 from replicax.keras import providers
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from replicax.strategies.strategy import Strategy
 
 __all__ = ["Report", "report_every_fit", "with_report"]
-
-Logs = Mapping[str, object] | None
 
 
 class Report(LateCallback):
@@ -75,9 +74,9 @@ class Report(LateCallback):
                 f"{os.fspath(path)!r}, which is a folder."
             )
         self._run: FitReport | None = None
-        self._logs: Logs = None
+        self._logs: Logs | None = None
 
-    def on_train_begin(self, logs: Logs = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Start recording.
 
         Raises:
@@ -112,12 +111,12 @@ class Report(LateCallback):
         session.push(run.close)
         session.record_with(run.recorder)
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Reset the counts; the first epoch opens the event log."""
         if self._run is not None:
             self._run.begin_epoch(epoch)
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Keep the logs, to which later callbacks may add values."""
         self._logs = logs
 
@@ -126,7 +125,7 @@ class Report(LateCallback):
         if self._run is not None:
             self._run.end_epoch(self._logs or {})
 
-    def on_train_end(self, logs: Logs = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Measure, write the last page, and print the diagnosis."""
         run, self._run = self._run, None
         if run is None:
@@ -196,7 +195,7 @@ class Report(LateCallback):
         finally:
             shard.recorder = self._run = None
 
-    def end_epoch(self, logs: Logs = None) -> None:
+    def end_epoch(self, logs: Logs | None = None) -> None:
         """End an epoch of a loop in `recording`; the host waits for its last step.
 
         Args:
