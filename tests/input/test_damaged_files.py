@@ -305,6 +305,11 @@ def test_samples_of_each_width(tmp_path, num_bytes, channels):
     dataset = rx.input.audio_folder(tmp_path, 4, sample_rate=8000, channels=channels)
     with pytest.raises(rx.InputError, match=r"a\.wav: it has .* 16000 samples per sec"):
         dataset[0]
+    dataset = rx.input.audio_folder(tmp_path, 4, sample_rate=16000, channels=channels)
+    whole = (tmp_path / "a.wav").read_bytes()
+    (tmp_path / "a.wav").write_bytes(whole[: -num_bytes * channels])
+    with pytest.raises(rx.InputError, match=r"a\.wav: it is cut short"):
+        dataset[0]
     (tmp_path / "a.wav").write_bytes(b"RIFF")
     with pytest.raises(rx.InputError, match=r"cannot read .*a\.wav"):
         dataset[0]

@@ -238,11 +238,14 @@ def _audio(file: str, num_samples: int, expected: tuple[int, int]) -> np.ndarray
         actual = (opened.getnchannels(), opened.getframerate())
         num_bytes = opened.getsampwidth()
         data = opened.readframes(num_samples)
+        expected_size = min(num_samples, opened.getnframes()) * num_bytes * actual[0]
     if actual != expected:
         raise ValueError(
             f"it has {actual[0]} channels and {actual[1]} samples per second, expected "
             f"{expected[0]} and {expected[1]}"
         )
+    if len(data) != expected_size:  # `wave` raises nothing.
+        raise ValueError(f"it is cut short: {len(data)} bytes of {expected_size}")
     # The bytes of a sample become the highest ones of an int32.
     parts = np.frombuffer(data, "uint8").reshape(-1, num_bytes)
     wide = np.zeros((len(parts), 4), "uint8")
