@@ -245,15 +245,14 @@ def pets(tmp_path):
 def test_labels_and_colours_of_images(pets):
     dataset = rx.input.image_folder(pets, (2, 4))
     assert [int(label) for _, label in dataset] == [0, 1]
-    image, label = dataset[0]
+    (image, label), _ = dataset
     assert image.dtype == "uint8"
     assert label.dtype == "int32"
     assert image[1, 3].tolist() == [10, 20, 30]
     gray = rx.input.image_folder(pets / "dog", (2, 4), channels=1)[0]
     assert gray.shape == (2, 4, 1)
     dogs = rx.input.image_folder(pets, (1, 1), channels=4, class_names=["dog"])
-    assert len(dogs) == 1
-    image, label = dogs[0]
+    ((image, label),) = dogs
     assert image.shape == (1, 1, 4)
     assert label == 0
 
