@@ -30,9 +30,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 BATCH = 8
-SIZES = {"few": (16, 6), "many": (23, 22)}
-"""Rows of training and validation. Batches have 8 or 6 rows, or 7 as well: 1, 2, 3 or
-all of 4 replicas hold rows."""
+NUM_ROWS, NUM_OF_VALIDATION = 23, 22
+"""The last batches have 7 and 6 rows: 3 or all of 4 replicas hold rows."""
 
 
 def model_of(kind: str) -> tuple[Any, list[str]]:
@@ -72,12 +71,11 @@ def with_weights(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
     return logs | {f"weight {i}": weight for i, weight in weights}
 
 
-def results(strategy: Any, kind: str, size: str) -> dict[str, Any]:
+def results(strategy: Any, kind: str) -> dict[str, Any]:
     """The logs of `fit` and `evaluate`, and each output's kernel, by names of items."""
     model, kinds = compiled_model(strategy, kind)
-    num_rows, num_of_validation = SIZES[size]
-    x, y = data_of(kinds, num_rows)
-    small = slice(None, num_of_validation)
+    x, y = data_of(kinds, NUM_ROWS)
+    small = slice(None, NUM_OF_VALIDATION)
     history = model.fit(
         x,
         y,
@@ -92,18 +90,15 @@ def results(strategy: Any, kind: str, size: str) -> dict[str, Any]:
 
 
 @functools.cache
-def plain(kind: str, size: str) -> dict[str, Any]:
-    return results(None, kind, size)
+def plain(kind: str) -> dict[str, Any]:
+    return results(None, kind)
 
 
 @pytest.mark.parametrize("kind", ["losses", "metrics"])
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.slow
-def test_all_are_those_of_plain_keras(
-    name: str, size: str, kind: str, assert_same: Any
-) -> None:
-    assert_same(results(STRATEGIES[name](), kind, size), plain(kind, size))
+def test_all_are_those_of_plain_keras(name: str, kind: str, assert_same: Any) -> None:
+    assert_same(results(STRATEGIES[name](), kind), plain(kind))
 
 
 def one_program(strategy: Any, kind: str) -> dict[str, Any]:
@@ -130,7 +125,7 @@ def on_a_worker() -> Any:
 
     sys.path.insert(0, str(Path(__file__).parent))
     strategy = rx.MultiWorkerMirroredStrategy()
-    return {kind: results(strategy, kind, "many") for kind in ("losses", "metrics")}
+    return {kind: results(strategy, kind) for kind in ("losses", "metrics")}
 
 
 @pytest.mark.slow
@@ -141,7 +136,7 @@ def test_all_are_those_of_plain_keras_on_two_workers(assert_same: Any) -> None:
     )
     for outcome in outcomes.values():
         for kind in ("losses", "metrics"):
-            assert_same(outcome.value[kind], plain(kind, "many"))
+            assert_same(outcome.value[kind], plain(kind))
 
 
 def test_the_tables_name_every_class() -> None:
