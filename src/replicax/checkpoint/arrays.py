@@ -1,8 +1,7 @@
 """The arrays of a checkpoint: shards in the memory of workers, or in their files.
 
-Each worker writes the shards that it holds into a file of its own, the bytes of one
-after the other. The manifest lists the shards of each array, so that a part of an array
-is read without the rest.
+Each worker writes its shards one after another into a file of its own. The manifest
+lists the shards of each array, so that a part of an array can be read without the rest.
 """
 
 import collections
@@ -87,7 +86,7 @@ class ShardedArray:
 
     @classmethod
     def of(cls, x: np.ndarray) -> "ShardedArray":
-        """The array in one shard, which the first worker writes."""
+        """Make an array of one shard, which the first worker writes."""
         start = (0,) * x.ndim
         shard = Shard(worker=0, start=start, shape=x.shape, data=x)
         return cls(x.shape, x.dtype, [shard])

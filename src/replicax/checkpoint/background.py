@@ -29,7 +29,7 @@ _last: Future[None] | None = None
 def _submit(call: Callable[[], None]) -> Future[None]:
     """Call a function in a thread, after earlier calls; process exit waits for it.
 
-    The order is that of the saves, so that the workers write the same one together.
+    Calls run in the order of the saves, so all workers write the same save together.
     """
     global _last
     executor = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
@@ -46,9 +46,9 @@ def _submit(call: Callable[[], None]) -> Future[None]:
 
 
 def write(path: Path, contents: Contents) -> None:
-    """Write a checkpoint as `storage.write` does; a shared one after earlier saves."""
+    """Call `storage.write`; for shared contents, after earlier saves have ended."""
     if contents.is_shared:
-        # In the script's thread, an exchange detects a worker that does not save.
+        # An exchange in the script's thread detects workers that do not save.
         workers.current().exchange("replicax.checkpoint.write", None)
         _submit(functools.partial(storage.write, path, contents)).result()
     else:
@@ -84,7 +84,7 @@ class BackgroundSave:
             remove(outdated)
 
         self._future = _submit(save)
-        # Last: process exit waits for the future of each registered save.
+        # Set `_future` before this: process exit waits for it.
         _unread.add(self)
 
     def error(self) -> str | None:

@@ -42,8 +42,8 @@ class Checkpoint:
     (TF: `tf.train.Checkpoint`.) A restore changes Keras and NNX objects in place. It
     replaces numbers, strings, arrays and pytrees of them, such as Flax' `TrainState`:
     read these from the checkpoint, as in `checkpoint.step`.
-    In a cluster all workers make the same calls. Worker 0 writes the arrays that each
-    device has a copy of; of sharded arrays each worker writes its shards.
+    In a cluster all workers make the same calls. Worker 0 writes replicated arrays, and
+    each worker writes its shards of sharded arrays.
 
     Args:
         root: One object, saved under the name `root`, as in TF.
@@ -96,8 +96,8 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str]) -> str:
         """Save under `path` and an increasing number: `ckpt-1`, `ckpt-2`, ...
 
-        Workers return when their part is written: of sharded arrays, all when the
-        checkpoint is complete. `CheckpointManager` saves asynchronously.
+        With sharded arrays, all workers return when the checkpoint is complete; else
+        only worker 0 writes and waits. `CheckpointManager` saves asynchronously.
 
         Args:
             path: Folder and prefix of the name.
@@ -228,7 +228,7 @@ class Checkpoint:
         return entries
 
     def _bind(self) -> tuple[list[Entry], dict[str, Callable[[], PyTree]]]:
-        """Make all entries, and by name functions that return the restored objects."""
+        """Make all entries, and a function per name: it returns the restored object."""
         objects = self._objects()
         entries: list[Entry] = []
         restored = {}
@@ -246,7 +246,7 @@ class Checkpoint:
 
 
 def _worker_values(worker: Workers, entries: Iterable[Entry]) -> JSONObject:
-    """Collect the values; those of an iterator are the list of all workers' states."""
+    """Collect the values; an iterator's value is the list of all workers' states."""
     values = {s.name: s.read() for s in entries if isinstance(s, ValueEntry)}
     own = {s.name for s in entries if isinstance(s, ValueEntry) and s.of_worker}
     if not own:

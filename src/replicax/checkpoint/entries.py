@@ -49,9 +49,9 @@ class ArrayEntry:
         shape: The required shape.
         dtype: The required dtype.
         read: Returns the array, on the devices or the host.
-        write: Sets the array to one of that shape and dtype: on the host, or in its
-            sharding.
-        sharding: Returns the sharding of an array that devices hold parts of, or None.
+        write: Sets the array to a host array or an array with its sharding, of the
+            required shape and dtype.
+        sharding: Returns the sharding of an array that is split over devices, or None.
         in_tree: Whether the array is a leaf of a pytree or an NNX object. A checkpoint
             without some of these leaves is an error.
     """
@@ -304,7 +304,7 @@ def _jax_entry(
 
 
 def _sharding_of(value: PyTree) -> NamedSharding | None:
-    """The sharding of an array that devices hold parts of; None for other arrays."""
+    """The sharding of an array that is split over devices; None for other arrays."""
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return None
@@ -333,8 +333,8 @@ def to_host(
 ) -> dict[str, ShardedArray]:
     """Copy the arrays to the host; the next step may donate the originals.
 
-    Nothing is communicated. Of an array that several workers have parts of, each worker
-    copies its own part; the chief copies all other arrays.
+    Nothing is communicated. Each worker copies its shards of the arrays that are split
+    over workers; the chief copies all other arrays.
     """
     values = {entry.name: entry.read() for entry in entries}
     shards = {name: _shards_of(x, is_chief=is_chief) for name, x in values.items()}
@@ -354,7 +354,7 @@ def to_host(
 
 
 def _shards_of(x: np.ndarray | jax.Array, *, is_chief: bool) -> list[Shard]:
-    """Divide an array into shards, each for one worker; others have no data of it."""
+    """Divide an array into shards; only the worker that writes a shard has its data."""
     if not isinstance(x, jax.Array) or x.is_fully_replicated or not x.size:
         own = x.addressable_data(0) if isinstance(x, jax.Array) else x
         data = own if is_chief else None
@@ -372,7 +372,7 @@ def _shards_of(x: np.ndarray | jax.Array, *, is_chief: bool) -> list[Shard]:
             data=part.data if is_chief or not is_local else None,
         )
         shards.append(shard)
-    # JAX lists a set of devices, but the chief must know the order in each file.
+    # `global_shards` iterates over a set, but all workers need the same order.
     return sorted(shards, key=lambda shard: shard.start)
 
 

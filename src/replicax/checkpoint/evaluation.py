@@ -44,7 +44,7 @@ class CheckpointWatch:
 
         def late() -> NoReturn:
             raise CheckpointError(
-                f"{self._caller}: no new checkpoint {self._name}-* came to "
+                f"{self._caller}: no new checkpoint {self._name}-* appeared in "
                 f"{self._directory} within {self._timeout:.0f} s, nor the "
                 f"file {FINISHED}. The last evaluated one was {self.latest}. "
                 "Check whether the training runs, or wait longer "

@@ -48,7 +48,7 @@ class FitState(Checkpoint):
         return super().contents()
 
     def apply(self, contents: Contents, path: str) -> RestoreStatus:
-        """Restore the state; raise if a name is only in the checkpoint or the model."""
+        """Restore the state; raise unless checkpoint and model have the same names."""
         if any(name.startswith("seeds/") for name in contents.arrays):
             self.seeds = [internals.shared_seed_generator(make=True)]
         # Only the checkpoint knows how many weights each callback kept.

@@ -23,7 +23,7 @@ def variables_of(
 ) -> Iterator[tuple[str, PyTree, Callable[[PyTree], None]]]:
     """Yield the path, the content and the setter of each variable and array attribute.
 
-    A variable that is shared has one path.
+    A shared variable is yielded once.
     """
     nnx = sys.modules["flax.nnx"]
     _, state = nnx.graph.flatten(owner, graph=True)

@@ -105,8 +105,8 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
     """Compare a checkpoint's names, shapes and dtypes with those of the objects.
 
     Raises:
-        CheckpointError: If a shape or dtype differs, or if a pytree or an NNX object
-            is in the checkpoint in part; it lists all differences.
+        CheckpointError: If a shape or dtype differs, or if some leaves of a pytree or
+            an NNX object are missing. The message lists all differences.
     """
     here, remote, unbuilt = {}, [], []
     for entry in entries:
@@ -180,8 +180,8 @@ def set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
                 entry.write(arrays[entry.name].read().item())
         elif isinstance(entry, RemoteEntries):
             prefix = entry.name
-            below = {n: x.read() for n, x in arrays.items() if n.startswith(prefix)}
-            entry.write({n.removeprefix(prefix): x for n, x in below.items()})
+            names = [name for name in arrays if name.startswith(prefix)]
+            entry.write({x.removeprefix(prefix): arrays[x].read() for x in names})
 
 
 def _describe(shape: Iterable[int], dtype: object) -> str:

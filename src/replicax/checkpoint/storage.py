@@ -2,7 +2,7 @@
 
     ckpt-7/
       arrays-0.bin    the shards of worker 0
-      arrays-1.bin    the shards of worker 1, if it holds any
+      arrays-1.bin    the shards of worker 1, if arrays are sharded over workers
       manifest.json   checksums of all files, where each shard is, plain values
 
 The chief makes a temporary folder, which the workers fill. When all have finished, it
@@ -70,7 +70,7 @@ class Contents:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several workers hold shards, so that all workers must write."""
+        """Whether workers other than the chief hold shards: then all workers write."""
         return any(shard.worker for x in self.arrays.values() for shard in x.shards)
 
 

@@ -1,4 +1,4 @@
-"""Separates a replica function's arguments into arrays and structure, and rebuilds."""
+"""Separates a replica function's arguments into arrays and structure; rebuilds them."""
 
 import dataclasses
 import enum
@@ -342,8 +342,8 @@ _TYPE_OF_ARRAY = operator.attrgetter("aval")
 class CallFlattener:
     """Flattens calls like `flatten_call`, but repeated calls without work per leaf.
 
-    In a repeated call, all leaves are JAX arrays of the same types and shardings as in
-    an earlier call: such as a training state, which each step replaces.
+    In a repeated call, such as with a training state that each step replaces, all
+    leaves are JAX arrays of the same types and shardings as in an earlier call.
     """
 
     def __init__(self, place: Callable[[PyTree, Kind], ArrayLike]) -> None:

@@ -43,7 +43,7 @@ class ModelTrace:
     Attributes:
         batch: This replica's rows of a global batch, as in `fit`; None if each replica
             has its own batches, as in estimators.
-        has_odd_outputs: Whether the shape of a loss's outputs suggests pairs of rows.
+        has_odd_outputs: Whether a loss's outputs are not one row per example.
         is_in_metric: Whether a metric is being updated.
         is_per_example: Whether a loss declared `per_example` is being computed.
         metrics_of_whole: Names of metrics computed from the rows of all replicas.
@@ -102,9 +102,9 @@ class ReplicaContext(CountedReplicas):
         self.blocked = BlockedValues(group.axis)
         self.model = ModelTrace()
         self.has_trained = False
-        # Ids of variables of aggregation "sum": those to which all replicas assign the
-        # same value, and those whose value is the sum of the replicas' values.
+        # Ids of variables of aggregation "sum" to which all replicas assign one value.
         self.mirrored_sums: set[int] = set()
+        # Ids of those whose value is the sum of the replicas' values.
         self.summands: set[int] = set()
         self._is_in_apply = False
 

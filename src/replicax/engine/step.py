@@ -59,7 +59,7 @@ class ReplicaStep:
         written: The variables that the function writes.
         inputs: The variables whose values are inputs: `written`, then read-only ones.
         updates: The updates that follow each step, which XLA's partitioner divides.
-        divides_updates: Whether updates of the function follow it, as `updates`.
+        divides_updates: Whether devices divide the updates, which follow the function.
         unused: With deferred updates, ids of variables that the function reads but does
             not use, such as optimizer state. They are no inputs.
         overwritten: Ids of variables in `written` whose old values are unused.
@@ -193,8 +193,8 @@ class ReplicaStep:
     def program(self) -> Callable[[Arrays, Arrays, Leaves], PyTree]:
         """A function of written values, read values and leaves, for all devices.
 
-        If replicas divide the updates, XLA's partitioner divides them after each step
-        as weights and optimizer state are sharded.
+        If replicas divide the updates, these follow each step, and XLA's partitioner
+        divides them by the shardings of weights and optimizer state.
         """
         group, axis = self._group, self._group.axis.name
         layouts = [group.layout(v) for v in self.inputs]
@@ -292,7 +292,7 @@ class ReplicaStep:
         return [PartitionSpec() if x else split for x in equal] if equal else split
 
     def _results(self, out: Arrays, values: Arrays) -> Arrays:
-        """One device's results, in the form of `out_specs`, from the new `values`."""
+        """One device's results in the form of `out_specs`; `finish` reads `values`."""
         finish = self._options.finish
         if finish is not None:
 
@@ -311,7 +311,7 @@ class ReplicaStep:
 
     @property
     def num_results(self) -> int:
-        """Number of results that are returned once if equal on all replicas."""
+        """Number of per-replica results; results equal on all are returned once."""
         is_per_replica = self._options.outputs is Outputs.PER_REPLICA
         return self.results.num_arrays if is_per_replica else 0
 
