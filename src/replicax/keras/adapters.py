@@ -87,7 +87,7 @@ class _GrainAdapter(GrainDatasetAdapter):
         return GrainDatasetAdapter.get_jax_iterator(adapter)
 
 
-class DistributedAdapter:
+class DistributedAdapter(DataAdapterLike):
     """A reader of a distributed dataset.
 
     `iteration` is the number of the next iteration; None if all iterations have the
@@ -116,12 +116,6 @@ class DistributedAdapter:
             self._dataset.iteration = self.iteration = iteration + 1
         for batch in self._dataset.host_batches(iteration, evaluates=self._evaluates):
             yield batch if isinstance(batch, tuple) else (batch,)
-
-    def on_epoch_begin(self) -> None:
-        """Do nothing: a distributed dataset counts iterations, not epochs."""
-
-    def on_epoch_end(self) -> None:
-        """Do nothing, as in `on_epoch_begin`."""
 
 
 def set_iteration(adapter: DataAdapterLike, number: int | None) -> None:
@@ -164,8 +158,8 @@ class LazyBatch:
         indices = [self.indices, *(rows.indices for rows in others)]
         if not isinstance(self.indices, slice):
             return LazyBatch(self.cut, np.concatenate(indices))
-        for one, following in itertools.pairwise(indices):
-            if one.stop != following.start:
+        for previous, following in itertools.pairwise(indices):
+            if previous.stop != following.start:
                 return None
         return LazyBatch(self.cut, slice(self.indices.start, indices[-1].stop))
 

@@ -130,9 +130,7 @@ def _copy(batch: PyTree) -> PyTree:
 
 def _copied(path: PyTree, x: PyTree) -> PyTree:
     x = as_rows(x, path)
-    if isinstance(x, SparseRows):
-        return x.copy()
-    return x.copy() if isinstance(x, np.ndarray) else x
+    return x.copy() if isinstance(x, SparseRows | np.ndarray) else x
 
 
 def _stacked(chunk: list[PyTree]) -> tuple[PyTree, list[PyTree]] | None:
@@ -232,12 +230,12 @@ class _Placing:
         flat = flat if stacked is None else stacked
         if active is not None:
             rows = rows_with_copies(num_rows, active, self._num_replicas)
-            flat = [_taken(x, rows) for x in flat]
+            flat = [_select_rows(x, rows) for x in flat]
         if self._local:
             num_rows *= self._num_replicas // self._group.num_local
         kinds = (Kind.ROWS,) * len(flat)
         if has_row_arrays:
-            flat, structure, kinds = self._divided(flat, structure, num_steps)
+            flat, structure, kinds = self._divide_sparse(flat, structure, num_steps)
         elif self._group.spans_processes and not self._local:
             flat = [self._local_part(x, num_steps) for x in flat]
         arrays = self._transfer(flat, num_steps)
@@ -255,12 +253,12 @@ class _Placing:
             num_steps=num_steps,
         )
 
-    def _divided(
+    def _divide_sparse(
         self, flat: list[PyTree], structure: PyTree, num_steps: int | None
     ) -> tuple[list[PyTree], PyTree, tuple[Kind, ...]]:
-        """Divide `SparseRows` among the leaves, or lists of them, over the replicas.
+        """Divide the leaves that are `SparseRows`, or lists of these, over replicas.
 
-        Each becomes its component arrays, with a leading dimension of replicas.
+        Each such leaf becomes its component arrays, `[R, ...]` or `[steps, R, ...]`.
         """
         kinds: list[Kind] = []
         arrays: list[PyTree] = []
@@ -273,7 +271,7 @@ class _Placing:
                 kinds.append(Kind.ROWS)
                 arrays.append(x)
                 continue
-            steps = self._parted(x if isinstance(x, list) else [x])
+            steps = self._divide_steps(x if isinstance(x, list) else [x])
             parts = [jax.tree.leaves(step) for step in steps]
             templates.append(unstacked_like(steps[0], parts[0]))
             kinds += [Kind.PER_REPLICA] * len(parts[0])
@@ -284,7 +282,7 @@ class _Placing:
         structure = jax.tree.structure(jax.tree.unflatten(structure, templates))
         return arrays, structure, tuple(kinds)
 
-    def _parted(self, steps: list[PyTree]) -> list[PyTree]:
+    def _divide_steps(self, steps: list[PyTree]) -> list[PyTree]:
         """The `SparseRows` of each step, divided between this process' replicas."""
         group = self._group
         number = group.num_local if self._local else self._num_replicas
@@ -298,8 +296,9 @@ class _Placing:
 
     def _divides(self, batch: PyTree) -> bool:
         if isinstance(batch, LazyBatch):
-            return self._num_active(len(batch)) is None
-        num_rows = _num_rows(batch, jax.tree.leaves(batch), self._caller)
+            num_rows = len(batch)
+        else:
+            num_rows = _num_rows(batch, jax.tree.leaves(batch), self._caller)
         return self._num_active(num_rows) is None
 
     def _num_active(self, num_rows: int) -> int | None:
@@ -328,7 +327,7 @@ class _Placing:
         return device_put.rows(flat, sharding)
 
 
-def _taken(x: PyTree, rows: np.ndarray) -> PyTree:
+def _select_rows(x: PyTree, rows: np.ndarray) -> PyTree:
     return (x if is_key(x) or isinstance(x, SparseRows) else np.asarray(x))[rows]
 
 

@@ -86,17 +86,17 @@ def is_sum_over_rows(item: PyTree, outputs: PyTree) -> bool:
     for declared in (keeps_own_rows(item), keeps_own_rows(fn)):
         if declared is not None:
             return declared
-    if not (_is_of_keras(fn, _FUNCTIONS) if wraps_function(item) else _is_known(item)):
+    if wraps_function(item):
+        is_in_table = _is_of_keras(fn, _FUNCTIONS)
+    else:
+        names = _LOSSES if isinstance(item, keras.losses.Loss) else _METRICS
+        is_in_table = _is_of_keras(type(item), names)
+    if not is_in_table:
         return False
     default = None if fn in _OF_ALL_AXES else -1
     axis = options.get("axis", getattr(item, "axis", default))
     leaves = jax.tree.leaves(outputs, is_leaf=is_composite)
     return not any(_includes_rows(axis, x.ndim) for x in leaves)
-
-
-def _is_known(item: PyTree) -> bool:
-    names = _LOSSES if isinstance(item, keras.losses.Loss) else _METRICS
-    return _is_of_keras(type(item), names)
 
 
 def _is_of_keras(item: PyTree, names: frozenset[str]) -> bool:

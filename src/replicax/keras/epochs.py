@@ -22,7 +22,6 @@ from replicax._util import random_state
 from replicax._util.random_state import RandomState
 from replicax._util.types import PyTree
 from replicax._util.waiting import announce_first
-from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import RecorderLike, StrategyLike
 from replicax.engine.scope import current_call
 from replicax.input.grain_datasets import is_map_dataset
@@ -40,6 +39,7 @@ from replicax.keras.adapters import (
     set_iteration,
 )
 from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
+from replicax.keras.steps import group_of
 
 __all__ = ["Epochs", "Position"]
 
@@ -52,7 +52,8 @@ class Position:
 
     An iteration over the data may last several epochs. `data_began` is the random state
     before its first batch; None: the next epoch begins an iteration. `iteration` is the
-    number of the present iteration, else of the next; None: they are not numbered.
+    number of the current iteration or, between two, of the next; None if iterations
+    have no numbers.
     """
 
     epoch: int
@@ -80,12 +81,11 @@ class Epochs:
 
     def __init__(
         self,
-        adapter: DataAdapterLike,
+        model: keras.Model,
         strategy: StrategyLike,
-        *,
-        group: ReplicaGroup,
+        adapter: DataAdapterLike,
         steps_per_epoch: int | None,
-        steps_per_execution: int,
+        *,
         only_inputs: bool = False,
     ) -> None:
         if steps_per_epoch is not None and steps_per_epoch < 0:
@@ -100,12 +100,12 @@ class Epochs:
         make_lazy(adapter)
         self.adapter = adapter
         self.steps_per_epoch = steps_per_epoch
-        self.steps_per_execution = steps_per_execution
+        self.steps_per_execution: int = model.steps_per_execution
         self.length: int | None = adapter.num_batches
         self.recorder: RecorderLike | None = None
         self.consumed = 0
         self._strategy = strategy
-        self._group = group
+        self._group = group_of(model, strategy)
         self._only_inputs = only_inputs
         self._pending: Position | None = None
         self._iteration: _Iteration | None = None
@@ -306,7 +306,7 @@ class Epochs:
             self._pending = position
 
     def end_epochs(self, number: int) -> None:
-        """Call the data's epoch methods for past epochs, which may set its order."""
+        """Call the data's epoch methods for past epochs; they may set its order."""
         dataset = trainer.dataset_with_epochs(self.adapter)
         while self.ends < number:
             if dataset is not None:

@@ -329,8 +329,8 @@ def _sparse_batch(original: Original, x: PyTree) -> PyTree:
 
 
 def _to_backend_device(original: Original, device_name: PyTree) -> PyTree:
-    # Keras takes the first device of a kind in the whole cluster. For data made on this
-    # worker (`keras.device("cpu")`, images by Grain) that is another worker's memory.
+    # Keras uses the first device of a kind in the whole cluster, which may be another
+    # worker's. Data of this worker (`keras.device("cpu")`, Grain's images) stay here.
     if isinstance(device_name, str) and ":" not in device_name:
         return jax.local_devices(backend=device_name)[0]
     return original(device_name)

@@ -44,8 +44,8 @@ def computed_in_shards(
         zip(closed.jaxpr.constvars, map(np.asarray, closed.consts), strict=True)
     )
     last_uses = {var: i for i, e in enumerate(equations) for var in _read_by(e)}
-    # Each equation is a program of its own, as without `jit`: XLA rounds otherwise if
-    # it joins them. Literals are arguments, so that other scales use it as well.
+    # XLA would round differently if it fused equations, so each is a program of its
+    # own, as without `jit`. Literals are arguments, so that other scales share it.
     for i, equation in enumerate(equations):
         inputs = [
             _array_of(x) if isinstance(x, Literal) else values[x]

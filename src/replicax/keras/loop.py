@@ -21,17 +21,17 @@ from replicax._util.types import Logs, PyTree
 from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
 from replicax.input.distributed import DistributedInput
 from replicax.keras import building, providers
-from replicax.keras.adapters import DataAdapterLike, adapter_of
+from replicax.keras.adapters import adapter_of
 from replicax.keras.chief import only_on_chief
 from replicax.keras.epochs import Epochs
 from replicax.keras.session import (
     FitSession,
-    late_callbacks,
+    LateCallback,
     refuse_saves_by_each_worker,
     refuse_swapped_averages,
     session_of,
 )
-from replicax.keras.steps import Steps, group_of, is_of_keras, steps_of
+from replicax.keras.steps import Steps, is_of_keras, steps_of
 
 __all__ = ["evaluate", "fit", "predict"]
 
@@ -77,7 +77,7 @@ def fit(
         callbacks = providers.add_callbacks(callbacks)
     with FitSession(strategy, initial_epoch) as session:
         session.enter_model(model)
-        session.epochs = data = _epochs(
+        session.epochs = data = Epochs(
             model,
             strategy,
             adapter_of(
@@ -116,12 +116,12 @@ def fit(
         refuse_saves_by_each_worker(of_user, strategy)
         # Before `set_model`, in which TensorBoard opens its files.
         session.enter_context(only_on_chief(of_user, strategy))
-        # A progress bar would count one worker's steps among those of many.
-        is_one_of_many = verbose == "auto" and session.work is not None
+        # A progress bar would count only this worker's steps of an epoch.
+        shares_epochs = verbose == "auto" and session.work is not None
         listed = _callback_list(
             model,
             callbacks,
-            2 if is_one_of_many else verbose,
+            2 if shares_epochs else verbose,
             data,
             epochs=epochs,
             add_history=True,
@@ -168,7 +168,7 @@ class _Validation:
                 steps_per_epoch=self.steps,
                 caller="fit, validation_data",
             )
-            session.validation = _epochs(model, session.strategy, adapter, self.steps)
+            session.validation = Epochs(model, session.strategy, adapter, self.steps)
             session.callback(session.validation.close)
         # A model may override `evaluate`, so it gets all arguments again, as in Keras.
         evaluate: Callable[..., Logs] = model.evaluate
@@ -192,6 +192,7 @@ class _FitLoop:
     callbacks: CallbackList
     validation: _Validation | None
     logs: PyTree = None
+    late: Sequence[LateCallback] = ()
 
     def train(self, first: int, end: int) -> None:
         """Train the epochs from `first` to `end`, unless a callback stops training."""
@@ -200,7 +201,8 @@ class _FitLoop:
         refuse_swapped_averages(callbacks.callbacks, session.strategy)
         model.stop_training = False
         callbacks.on_train_begin()
-        for callback in late_callbacks(callbacks.callbacks):
+        self.late = [c for c in callbacks.callbacks if isinstance(c, LateCallback)]
+        for callback in self.late:
             callback.after_train_begin(callbacks.callbacks)
         begin = session.restored_epoch
         if begin is None:
@@ -236,7 +238,7 @@ class _FitLoop:
         if self.validation is not None and self.validation.is_due(epoch):
             logs |= self.validation.run(model, session, callbacks)
         callbacks.on_epoch_end(epoch, logs)
-        for callback in late_callbacks(callbacks.callbacks):
+        for callback in self.late:
             callback.after_epoch_end(epoch)
         if session.work is not None:
             session.work.after_epoch()
@@ -284,7 +286,7 @@ def evaluate(
             adapter = adapter_of(
                 x, y, sample_weight, batch_size=batch_size, steps_per_epoch=steps
             )
-            data = _epochs(model, strategy, adapter, steps)
+            data = Epochs(model, strategy, adapter, steps)
             stack.callback(data.close)
             stack.enter_context(only_on_chief(callbacks, strategy))
         building.build(model, strategy, "test", data.first_batch)
@@ -316,7 +318,7 @@ def predict(
     adapter = adapter_of(x, batch_size=batch_size, steps_per_epoch=steps)
     # A `predict_step` of the user's may read targets.
     only_inputs = is_of_keras(model, ["predict_step"])
-    data = _epochs(model, strategy, adapter, steps, only_inputs=only_inputs)
+    data = Epochs(model, strategy, adapter, steps, only_inputs=only_inputs)
     with closing(data), only_on_chief(callbacks, strategy):
         if not building.is_built(model):
             building.build(model, strategy, "predict", data.first_batch)
@@ -379,24 +381,6 @@ def _batch_method(
     names = f"on_{kind}_batch_{when}", f"on_batch_{when}"
     is_defined = trainer.defines_any(callbacks, names)
     return getattr(callbacks, names[0]) if is_defined else None
-
-
-def _epochs(
-    model: keras.Model,
-    strategy: StrategyLike,
-    adapter: DataAdapterLike,
-    steps_per_epoch: int | None,
-    *,
-    only_inputs: bool = False,
-) -> Epochs:
-    return Epochs(
-        adapter,
-        strategy,
-        group=group_of(model, strategy),
-        steps_per_epoch=steps_per_epoch,
-        steps_per_execution=model.steps_per_execution,
-        only_inputs=only_inputs,
-    )
 
 
 def _callback_list(

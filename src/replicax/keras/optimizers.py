@@ -124,7 +124,7 @@ def _defer(
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
         for variable in optimizer.variables:
-            # Read it, so that it is an input: the next trace may use a loss scale.
+            # Reading makes it an input: the next trace may use a loss scale.
             variable.value  # noqa: B018
     trained = trained_by(optimizer) if variables is None else list(variables)
     if len(grads) != len(trained):
@@ -199,7 +199,7 @@ def stateless_apply_with_loss_scale(
 
 
 def _require_current(variables: PyTree, scope: keras.StatelessScope) -> None:
-    """Refuse values other than the variables' own, from which the update starts."""
+    """Raise if a value in `scope` is not the variable's own: the update ignores it."""
     outer = scope_around(scope)
     if not isinstance(outer, RecordingScope | ValueScope):
         return
@@ -245,7 +245,7 @@ def add_slot(
 
 
 def _note_home(optimizer: keras.Optimizer, home: Home) -> None:
-    """Set the home of an optimizer's state, which checkpoints and `fit` use."""
+    """Record where an optimizer's state is kept, for checkpoints and `fit`."""
     attributes = optimizer.__dict__  # `vars` has a read-only type.
     attributes[STATE_HOME] = home
     attributes["finalize_variable_values"] = lambda _: home.finalize(optimizer)

@@ -12,7 +12,6 @@ from replicax.keras.epochs import Epochs
 __all__ = [
     "FitSession",
     "LateCallback",
-    "late_callbacks",
     "refuse_saves_by_each_worker",
     "refuse_swapped_averages",
     "session_of",
@@ -85,13 +84,6 @@ class LateCallback(keras.callbacks.Callback):
 
     def after_epoch_end(self, epoch: int) -> None:
         """Called after `on_epoch_end` of all callbacks."""
-
-
-def late_callbacks(
-    callbacks: Sequence[keras.callbacks.Callback],
-) -> list[LateCallback]:
-    """The `LateCallback`s among some callbacks."""
-    return [c for c in callbacks if isinstance(c, LateCallback)]
 
 
 def refuse_swapped_averages(

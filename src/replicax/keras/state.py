@@ -22,7 +22,7 @@ from replicax.engine.scope import current_context
 __all__ = ["set_aggregation"]
 
 _RULES: Mapping[str, Mapping[str, Rule]] = {
-    # The bits that the largest value so far needs: those of all rows are the maximum.
+    # Bits that the largest value so far needs: the maximum over all rows.
     "hgq.FixedPointQuantizerBase": {"i": "max", "k": "max"},
     # Batch normalization inside of dense layers, as Keras' own.
     "hgq.QLayerBase": {"moving_mean": "mean", "moving_variance": "mean"},
@@ -33,7 +33,7 @@ _OF_ROWS: Mapping[str, str] = {
     # Updates mean, sum of squares and count together, from rows `[b, ..., d]`.
     "bayesflow.Standardize": "_update_moments",
 }
-"""Methods that update state from rows, which get the rows of all replicas."""
+"""Methods that update state from rows; they get the rows of all replicas."""
 
 
 def set_aggregation(

@@ -76,8 +76,8 @@ class _ModelStep:
             model, (name, "compute_metrics", "get_metrics_result")
         )
         self._written: set[int] = set()
-        self._names: list[str] = []
-        self._results: set[str] = set()
+        self._log_names: list[str] = []
+        self._metric_logs: set[str] = set()  # Names of logs.
         self._options: dict[tuple[float | None, ...], Options] = {}
 
     def __call__(self, data: PyTree) -> PyTree:
@@ -92,8 +92,8 @@ class _ModelStep:
         if context.model.has_odd_outputs and is_of_keras(self._model, [self._name]):
             _require_outputs_of_rows(self._model, data)
         if isinstance(result, dict):
-            self._names = list(result)
-            self._results = {
+            self._log_names = list(result)
+            self._metric_logs = {
                 name
                 for name, value in result.items()
                 if not self._has_own_logs or any(value is x for x in results)
@@ -159,23 +159,21 @@ class _ModelStep:
         results = self._metric_results()
         return {
             name: results[name]
-            if name in results and name in self._results
+            if name in results and name in self._metric_logs
             else mean(jax.tree.map(jnp.asarray, value))
             for name, value in logs.items()
         }
 
     def own_logs(self, logs: PyTree) -> dict[str, PyTree]:
-        """The logs of a user's step that are not results of metrics."""
         if not self._has_own_logs or not isinstance(logs, dict):
             return {}
-        return {x: value for x, value in logs.items() if x not in self._results}
+        return {x: value for x, value in logs.items() if x not in self._metric_logs}
 
     def logs_now(self, logs: PyTree, own: dict[str, PyTree]) -> PyTree:
-        """The logs, from metrics as they are now and the `own_logs` of all workers."""
         if not self._has_own_logs or not isinstance(logs, dict | None):
             return logs
         results = self._metric_results() | own
-        return {x: results[x] for x in self._names if x in results}
+        return {x: results[x] for x in self._log_names if x in results}
 
     def _metric_results(self) -> dict[str, PyTree]:
         """The results of the metrics that the step updates."""
@@ -197,7 +195,7 @@ def is_of_keras(model: keras.Model, names: Iterable[str]) -> bool:
 
 
 def _require_outputs_of_rows(model: keras.Model, data: PyTree) -> None:
-    """Raise for a model that compares rows: CLIP's outputs are logits of all pairs."""
+    """Raise unless each output belongs to a row: CLIP's are logits of pairs of rows."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
 
     def call(x: PyTree) -> PyTree:  # Traced for its shapes only.
@@ -263,7 +261,7 @@ class Steps:
         self._model = model
         self._strategy = strategy
         self._kind = kind
-        self._of_groups: dict[PyTree, _ModelStep] = {}
+        self._by_variables: dict[PyTree, _ModelStep] = {}
 
     def begin(self) -> "Steps":
         """Select the step for the variables that the model has and trains now."""
@@ -271,12 +269,12 @@ class Steps:
         groups = self._groups()
         self._is_eager = _is_eager(self._model, self._strategy)
         key = (self._is_eager, *(tuple(map(id, group)) for group in groups))
-        step = self._of_groups.get(key)
+        step = self._by_variables.get(key)
         if step is None:
             if not self._is_eager:
                 _refuse_stateful(self._model, self._strategy)
             defers = self._strategy.group.updates_at_home
-            step = self._of_groups[key] = _ModelStep(
+            step = self._by_variables[key] = _ModelStep(
                 self._model, f"{self._kind}_step", groups, defers_updates=defers
             )
         self._step = step
@@ -356,15 +354,15 @@ def _is_eager(model: keras.Model, strategy: StrategyLike) -> bool:
 
 
 def _refuse_stateful(model: keras.Model, strategy: StrategyLike) -> None:
-    """Raise for RNNs that keep the states of a batch's rows, on several replicas."""
+    """Raise for stateful RNNs on several replicas."""
     num = strategy.group.num_replicas
     for layer in internals.layers_of(model) if num > 1 else ():
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise NotImplementedError(
                 f"{current_call()}: layer {layer.name!r} of model {model.name!r} has "
-                "stateful=True. Its state has a row for each row of the batch, and the "
-                f"{num} replicas of {strategy!r} would need one each, while variables "
-                "are equal on all. Use one replica, such as "
+                "stateful=True. Its state has a row for each row of the batch, so each "
+                f"of the {num} replicas of {strategy!r} would need its own state, but "
+                "variables are equal on all replicas. Use one replica, such as "
                 "rx.OneDeviceStrategy('cpu:0'), or pass the state from step to step, "
                 "with return_state=True and initial_state."
             )
@@ -374,11 +372,11 @@ _STEPS = "_replicax_steps"
 
 
 def steps_of(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
-    """A model's steps of a kind, which live as long as Keras' function of that kind.
+    """A model's steps of a kind: an attribute of Keras' function of that kind.
 
-    For `"train"` it is `model.train_function`. The steps are an attribute of it. Keras
-    drops or replaces the function when steps must be traced again: in `compile`, with
-    `make_train_function(force=True)` and with `train_function = None`.
+    For `"train"` this is `model.train_function`. Keras drops or replaces it when steps
+    must be traced again: in `compile`, with `make_train_function(force=True)` and with
+    `train_function = None`.
     """
     getattr(model, f"make_{kind}_function")()
     function = _function_of(model, kind)
@@ -424,7 +422,7 @@ def _warn_that_steps_are_compiled(model: keras.Model, strategy: StrategyLike) ->
 def _rows(
     results: Sequence[PyTree], batches: Sequence[PlacedBatch], num_replicas: int
 ) -> PyTree:
-    """Predictions of all batches, concatenated, without those of copied rows.
+    """Concatenate the predictions of all batches, except those for copied rows.
 
     A prediction may have several rows for each row of the batch, equally many on all
     replicas.

@@ -1,7 +1,7 @@
 """The class of variables in a strategy's scope, which sets their sharding.
 
-`hooks` installs `init_variable`. `reusing` passes new variables to a callable, for
-functions that create theirs again in each trace, such as an estimator's `model_fn`.
+`hooks` installs `init_variable`. `reusing` passes new variables to a callable, for a
+function that creates its variables in each trace, such as an estimator's `model_fn`.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class _StrategyMixin(PlacedVariable):
     """
 
     def first_value(self, initializer: PyTree) -> PyTree:
-        """Return the first value of a sharded variable; None: as Keras computes it."""
+        """Compute the first value of a sharded variable; None leaves it to Keras."""
         strategy = current_strategy()
         if strategy is None:
             return None
@@ -139,7 +139,7 @@ class _StrategyMixin(PlacedVariable):
         return new
 
     def _placed_copy(self, value: PyTree) -> PyTree:
-        """A copy of a value; of host memory each device gets its shard only."""
+        """A copy of a value; each device gets only its shard of a host array."""
         old, layout = own_value(self), layout_of(self)
         if type(value) in (int, float) and stored_dtype(self) == "float32":
             value = np.float32(value)
@@ -231,7 +231,8 @@ def init_variable(
     reuse, strategy = current_reuse(), current_strategy()
     reference: str | None = None
     is_value = not (callable(initializer) or isinstance(initializer, str))
-    is_traced = is_value and (reuse is not None or _in_replica_function())
+    is_in_replica = current_context() is not None and current_scope() is not None
+    is_traced = is_value and (reuse is not None or is_in_replica)
     if is_traced and reuse is None and not _is_placeholder(initializer):
         name = f" {kwargs['name']!r}" if kwargs.get("name") else ""
         raise ContextError(
@@ -277,11 +278,6 @@ def _is_placeholder(value: PyTree) -> bool:
         and owner.built
         and not isinstance(value, jax.core.Tracer | keras.Variable)
     )
-
-
-def _in_replica_function() -> bool:
-    """Whether this is a trace of a replica function, whose values are tracers."""
-    return current_context() is not None and current_scope() is not None
 
 
 VariableReuse = Callable[[Variable], bool]
