@@ -105,6 +105,17 @@ def test_removing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_kill_while_a_leftover_is_removed_leaves_the_same_name(tmp_path, monkeypatch):
+    part = tmp_path / ".x-1.part"
+    part.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: None)
+        remove_folder(part)
+    assert leftovers(tmp_path, r"x-\d+") == [part]
+    remove_folder(part)
+    assert leftovers(tmp_path, r"x-\d+") == []
+
+
 def test_leftovers(tmp_path):
     assert leftovers(tmp_path / "none", "x") == []
     for name in (".x-1.part", ".x-2.part", ".y-1.part", "x-1", ".x-3.old"):

@@ -406,6 +406,21 @@ def test_wrong_objects_and_names():
         Checkpoint(x={"y": object()})
     with pytest.raises(ValueError, match="'save'"):
         Checkpoint(save=1)
+    with pytest.raises(ValueError, match=r"name .w/a/b.*Rename one"):
+        Checkpoint(w={"a/b": np.zeros(2), "a": {"b": np.ones(2)}})
+
+
+@pytest.mark.parametrize(
+    ("array", "problem"),
+    [
+        (np.zeros(3, [("x", "i4"), ("y", "f4")]), r"x is an array of dtype \[\('x'"),
+        (np.array(["a", None], object), "x is an array of dtype object"),
+        (np.ma.masked_array([1, 2], [0, 1]), "x is a masked array"),
+    ],
+)
+def test_arrays_that_are_more_than_numbers_are_refused(array, problem):
+    with pytest.raises(TypeError, match=problem):
+        Checkpoint(x=array)
 
 
 def test_an_array_of_rank_0_replaces_only_a_number(tmp_path: Path) -> None:

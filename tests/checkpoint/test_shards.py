@@ -5,11 +5,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import keras
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 import replicax as rx
 from replicax.checkpoint import CheckpointError, storage
@@ -157,6 +159,17 @@ def two_workers(folder: str) -> dict[str, bool]:
             for variable, value in zip(variables, values, strict=True)
             for shard in variable.value.addressable_shards
         )
+    devices = [d for d in jax.devices() if d.process_index == 1]
+    mesh = jax.sharding.Mesh(np.array(devices), "x")
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    on_one = jax.make_array_from_callback(
+        (2,), sharding, lambda index: np.ones(2, "float32")[index], dtype="float32"
+    )
+    try:
+        rx.Checkpoint(array=on_one).write(f"{folder}/one worker")
+        right["refused"] = jax.process_index() == 1
+    except rx.CheckpointError as error:
+        right["refused"] = r"array is on devices of the workers [1]" in str(error)
     return right
 
 

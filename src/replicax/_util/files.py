@@ -65,9 +65,12 @@ def write_whole(path: Path, data: str | bytes) -> None:
 # replaced, `.name.old` is its older version. A folder is deleted as `.name.part`.
 
 
+_PART = ".part"
+
+
 def part_of(path: Path) -> Path:
     """The temporary name of the folder `path`, while it is not complete."""
-    return path.with_name(f".{path.name}.part")
+    return path.with_name(f".{path.name}{_PART}")
 
 
 @contextlib.contextmanager
@@ -90,10 +93,9 @@ def publish(part: Path, path: Path, *, replace: bool = False) -> None:
     """Fsync a folder and its contents, rename it to `path`, fsync the rename.
 
     One rename replaces an empty folder at `path`, so an empty folder can reserve the
-    name. With `replace`, two renames replace a folder that has files. After a kill
-    between the two renames, `complete_folder` returns the older folder. Without
-    `replace`, raises `FileExistsError` if `path` has files. After any `OSError` the
-    older folder is still there.
+    name. With `replace`, two renames replace a folder that has files. After a kill or
+    an `OSError`, `complete_folder` returns the older folder or the new one. Without
+    `replace`, raises `FileExistsError` if `path` has files.
     """
     for root, _, files in os.walk(part, topdown=False):
         for file in files:
@@ -127,11 +129,13 @@ def remove_folder(path: Path) -> None:
 
     Another process may have deleted it already. `OSError`: it cannot be deleted.
     """
-    part = part_of(path)
+    is_temporary = path.name.startswith(".") and path.name.endswith(_PART)
+    part = path if is_temporary else part_of(path)
     _delete(_old_of(path))
     with contextlib.suppress(FileNotFoundError):
-        _delete(part)
-        path.rename(part)
+        if not is_temporary:
+            _delete(part)
+            path.rename(part)
         _delete(part)
 
 

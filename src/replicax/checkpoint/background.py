@@ -103,7 +103,7 @@ class BackgroundSave:
 def finish(folder: Path) -> None:
     """Wait for all saves in a folder, also those of other managers."""
     for save in list(_unread):
-        if save.path.parent == folder:
+        if save.path.parent.absolute() == folder.absolute():
             save.wait()
 
 

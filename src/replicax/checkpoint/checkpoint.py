@@ -1,5 +1,6 @@
 """`Checkpoint`: saves and restores a set of named objects."""
 
+import collections
 import contextlib
 import functools
 import os
@@ -242,6 +243,12 @@ class Checkpoint:
                 and not any(optimizer is x for x in objects.values())
             ):
                 entries += bind(f"{name}/optimizer", optimizer)[0]
+        counts = collections.Counter(entry.name for entry in entries)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(
+                f"Checkpoint: two parts of the objects have the name {twice[0]!r}. "
+                "Rename one: a slash in a key also divides the names of nested parts."
+            )
         return entries, restored
 
 

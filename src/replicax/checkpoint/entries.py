@@ -251,6 +251,13 @@ def _array_entry(
 ) -> ArrayEntry:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return _jax_entry(name, leaf, put)
+    is_masked = isinstance(leaf, np.ma.MaskedArray)
+    if is_masked or leaf.dtype.hasobject or leaf.dtype.fields is not None:
+        kind = "a masked array" if is_masked else f"an array of dtype {leaf.dtype}"
+        raise TypeError(
+            f"Checkpoint: {name} is {kind}, which cannot be saved. Save its data, and "
+            "its mask or its fields, as arrays of numbers."
+        )
     is_scalar = isinstance(leaf, np.generic)
     return ArrayEntry(
         name=name,
@@ -337,7 +344,9 @@ def to_host(
     over workers; the chief copies all other arrays.
     """
     values = {entry.name: entry.read() for entry in entries}
-    shards = {name: _shards_of(x, is_chief=is_chief) for name, x in values.items()}
+    shards = {
+        name: _shards_of(name, x, is_chief=is_chief) for name, x in values.items()
+    }
     for shard in itertools.chain(*shards.values()):
         if isinstance(shard.data, jax.Array):
             shard.data.copy_to_host_async()
@@ -353,8 +362,14 @@ def to_host(
     return arrays
 
 
-def _shards_of(x: np.ndarray | jax.Array, *, is_chief: bool) -> list[Shard]:
+def _shards_of(name: str, x: np.ndarray | jax.Array, *, is_chief: bool) -> list[Shard]:
     """Divide an array into shards; only the worker that writes a shard has its data."""
+    if isinstance(x, jax.Array) and not x.addressable_shards:
+        holders = sorted({d.process_index for d in x.sharding.device_set})
+        raise CheckpointError(
+            f"checkpoint: {name} is on devices of the workers {holders} only. Place it "
+            "on the devices of all workers, or save it in a script of those workers."
+        )
     if not isinstance(x, jax.Array) or x.is_fully_replicated or not x.size:
         own = x.addressable_data(0) if isinstance(x, jax.Array) else x
         data = own if is_chief else None

@@ -93,7 +93,7 @@ class CheckpointManager:
         paths = numbered_checkpoints(self._directory, checkpoint_name)
         if self._worker.count > 1:
             own = [os.fspath(self._directory.absolute()), [x.name for x in paths]]
-            folder, names = self._worker.exchange("replicax.checkpoint.folder", own)[0]
+            folder, names = self._worker.exchange("replicax.checkpoint.manager", own)[0]
             self._directory = Path(folder)
             paths = [self._directory / name for name in names]
         self._paths = paths
