@@ -165,9 +165,9 @@ class LazyBatch:
 
 
 def make_lazy(adapter: PyTree) -> None:
-    """Make an adapter of arrays in memory yield a `LazyBatch` for each batch.
+    """Make an adapter of arrays in memory yield each batch as a `LazyBatch`.
 
-    The order of the rows and other adapters do not change.
+    The order of the rows stays the same. Other adapters do not change.
     """
     if is_array_adapter(adapter):
         replace_iterator(adapter, _lazily)
@@ -191,9 +191,9 @@ def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
             ]
             return jax.tree.unflatten(structure, rows)
 
-        # Draw indices only (0 stands for the arrays). Keras would map over the tree of
-        # arrays for each batch. For a tiny model, this takes longer than the rest of
-        # the work on a batch here.
+        # Draw indices only (0 stands for the arrays). To map over the tree of arrays
+        # for each batch, as Keras does, takes longer than all other work on a batch of
+        # a tiny model here.
         for indices in draw(lambda _, indices: indices, 0):
             yield LazyBatch(cut, indices)
 

@@ -121,9 +121,9 @@ def _chunks(
 
 
 def _copy(batch: PyTree) -> PyTree:
-    """A copy of a batch, as the source may overwrite its arrays with the next batch.
+    """Copy a batch, because the source may overwrite its arrays with the next batch.
 
-    JAX may read a NumPy array after the call that it was passed to.
+    JAX may read a NumPy array after the call that gets the array has returned.
     """
     return jax.tree_util.tree_map_with_path(_copied, batch, is_leaf=is_composite)
 
@@ -222,7 +222,7 @@ class _Placing:
         num_steps: int | None = None,
         stacked: list[PyTree] | None = None,
     ) -> PlacedBatch:
-        """Place one batch, or several of its shapes, given as `stacked` leaves."""
+        """Place one batch, or several of equal shapes, whose leaves are `stacked`."""
         flat, structure = jax.tree.flatten(batch)
         num_rows = _num_rows(batch, flat, self._caller)
         active = self._num_active(num_rows)

@@ -51,8 +51,8 @@ class Position:
     """The position of a run of `fit`, as a backup saves it.
 
     An iteration over the data may last several epochs. `data_began` is the random state
-    before its first batch; None: the next epoch begins an iteration. `iteration` is the
-    number of the current iteration or, between two, of the next; None if iterations
+    before its first batch; None if the next epoch begins an iteration. `iteration` is
+    the number of the current iteration or, between two, of the next; None if iterations
     have no numbers.
     """
 
@@ -266,17 +266,17 @@ class Epochs:
         is_begun = iteration is not None and (
             step > 0 or (self.steps_per_epoch is not None and self._seen > 0)
         )
-        here = iteration if is_begun else None
+        current = iteration if is_begun else None
         number = getattr(self.adapter, "iteration", None)
         return Position(
             epoch=epoch,
             step=step,
             epoch_began=self._epoch_began if step else random_state.capture(),
-            data_began=here and here.data_began,
-            ends_before=here.ends_before if here else self.ends,
+            data_began=current and current.data_began,
+            ends_before=current.ends_before if current else self.ends,
             ends=self.ends,
-            consumed=self.consumed if here else 0,
-            drawn=here.drawn if here else 0,
+            consumed=self.consumed if current else 0,
+            drawn=current.drawn if current else 0,
             now=random_state.capture(),
             num_batches=self.length,
             iteration=number if number is None else number - is_begun,

@@ -244,7 +244,7 @@ def _compile(
 
 
 def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Read or save a layer's variables; all values are those after the same step."""
+    """Read or save a layer's variables, all as they are after one step."""
     if threads.is_alone() or other_values() is not None:
         return original(*args, **kwargs)
     layer, *_ = (*args, *kwargs.values())
@@ -271,7 +271,7 @@ def _assign_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
 def _described(
     original: Original, model: keras.Model, args: PyTree, kwargs: PyTree
 ) -> str:
-    """Describe a call by its method and counts, which must be equal on all workers."""
+    """The call's method and counts, which must be equal on all workers, as text."""
     try:
         arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     except TypeError:  # The call itself raises a better error.
@@ -320,8 +320,8 @@ def _in_replica(replacement: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _sparse_batch(original: Original, x: PyTree) -> PyTree:
-    # Keras would make JAX arrays of it, with a program compiled for each number of
-    # entries.
+    # Keras would convert it to JAX arrays by a program, compiled again for each number
+    # of entries.
     if current_strategy() is None:
         return original(x)
     rows = as_rows(x)

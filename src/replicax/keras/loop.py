@@ -1,7 +1,7 @@
 """The loop of `fit`, `evaluate` and `predict` for models of a strategy.
 
 It does what Keras' own loop does, in the same order, through public names of models and
-callbacks. Variables always have their values of the last completed step: a callback can
+callbacks. Variables always have the values of the last completed step: callbacks can
 read them, and so can a user after an interrupt.
 """
 
@@ -27,8 +27,7 @@ from replicax.keras.epochs import Epochs
 from replicax.keras.session import (
     FitSession,
     LateCallback,
-    refuse_saves_by_each_worker,
-    refuse_swapped_averages,
+    refuse_callbacks,
     session_of,
 )
 from replicax.keras.steps import Steps, is_of_keras, steps_of
@@ -113,7 +112,7 @@ def fit(
         if session.work is not None:
             session.callback(session.work.close)
         of_user = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
-        refuse_saves_by_each_worker(of_user, strategy)
+        refuse_callbacks(of_user, strategy)
         # Before `set_model`, in which TensorBoard opens its files.
         session.enter_context(only_on_chief(of_user, strategy))
         # A progress bar would count only this worker's steps of an epoch.
@@ -198,7 +197,6 @@ class _FitLoop:
         """Train the epochs from `first` to `end`, unless a callback stops training."""
         model, session, callbacks = self.model, self.session, self.callbacks
         logs: Logs = {}
-        refuse_swapped_averages(callbacks.callbacks, session.strategy)
         model.stop_training = False
         callbacks.on_train_begin()
         self.late = [c for c in callbacks.callbacks if isinstance(c, LateCallback)]

@@ -114,7 +114,7 @@ def init_batch_normalization(
 ) -> None:
     """`BatchNormalization.__init__`; Keras' own refuses `synchronized=True` on JAX."""
     original(layer, *args, **kwargs)
-    layer.synchronized = synchronized  # Also later: a package may have made the layer.
+    layer.synchronized = synchronized  # Users may change it later.
     replace_moments(layer, functools.partial(_moments, layer))
 
 

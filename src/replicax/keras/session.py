@@ -12,8 +12,7 @@ from replicax.keras.epochs import Epochs
 __all__ = [
     "FitSession",
     "LateCallback",
-    "refuse_saves_by_each_worker",
-    "refuse_swapped_averages",
+    "refuse_callbacks",
     "session_of",
 ]
 
@@ -24,9 +23,9 @@ class FitSession(ExitStack):
     """One call of `fit`. Contexts that callbacks enter here exit when `fit` ends.
 
     `first_epoch` is the argument `initial_epoch` of `fit`, `restored_epoch` the epoch
-    of a restored backup. `epochs` and `validation` read the data; None until
-    created. `work` is the work queue of parameter servers. If `is_built`, the model has
-    all its variables.
+    of a restored backup. `epochs` and `validation` read the data; `fit` sets them.
+    `work` is the work queue of parameter servers. If `is_built`, the model has all its
+    variables.
     """
 
     def __init__(self, strategy: StrategyLike, first_epoch: int) -> None:
@@ -86,27 +85,23 @@ class LateCallback(keras.callbacks.Callback):
         """Called after `on_epoch_end` of all callbacks."""
 
 
-def refuse_swapped_averages(
-    callbacks: Sequence[keras.callbacks.Callback], strategy: StrategyLike
-) -> None:
-    """Raise for callbacks that swap weights with averages kept in other processes."""
-    swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
-    if swaps and not strategy.home.keeps_slots:
-        raise NotImplementedError(
-            "fit: SwapEMAWeights swaps weights with their averages, which "
-            f"{type(strategy).__name__} keeps elsewhere. Leave it out: with "
-            "use_ema=True the model has the averages at the end of fit, and with "
-            "ema_overwrite_frequency also within it."
-        )
-
-
-def refuse_saves_by_each_worker(
+def refuse_callbacks(
     callbacks: Iterable[keras.callbacks.Callback], strategy: StrategyLike
 ) -> None:
-    """Raise for callbacks of Keras that would save once in each worker."""
+    """Raise for callbacks of Keras that work in a single process only."""
     # Workers of parameter servers are not in `strategy.workers`.
     num_workers = max(strategy.workers.count, strategy.input_shard.num_workers)
-    for callback in callbacks if num_workers > 1 else ():
+    for callback in callbacks:
+        if (
+            isinstance(callback, keras.callbacks.SwapEMAWeights)
+            and not strategy.home.keeps_slots
+        ):
+            raise NotImplementedError(
+                "fit: SwapEMAWeights swaps weights with their averages, which "
+                f"{type(strategy).__name__} keeps elsewhere. Leave it out: with "
+                "use_ema=True the model has the averages at the end of fit, and with "
+                "ema_overwrite_frequency also within it."
+            )
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             where = f"backup_dir={callback.backup_dir!r}"
         elif (
@@ -116,8 +111,9 @@ def refuse_saves_by_each_worker(
             where = f"directory={callback.directory!r}"
         else:
             continue
-        raise NotImplementedError(
-            f"fit: keras.callbacks.{type(callback).__name__}({where}) would write "
-            f"from each of the {num_workers} workers of {strategy!r} at once. Use "
-            "rx.BackupAndRestore, which saves once and restores all workers."
-        )
+        if num_workers > 1:
+            raise NotImplementedError(
+                f"fit: keras.callbacks.{type(callback).__name__}({where}) would write "
+                f"from each of the {num_workers} workers of {strategy!r} at once. Use "
+                "rx.BackupAndRestore, which saves once and restores all workers."
+            )

@@ -91,12 +91,10 @@ class _StrategyMixin(PlacedVariable):
         return value
 
     def assign_add(self, value: PyTree) -> PyTree:
-        """Add a value."""
         with threads.order:
             return super().assign_add(value)
 
     def assign_sub(self, value: PyTree) -> PyTree:
-        """Subtract a value."""
         with threads.order:
             return super().assign_sub(value)
 
@@ -156,9 +154,9 @@ class _StrategyMixin(PlacedVariable):
 
     def placed(self, value: PyTree) -> PyTree:
         """The value in the variable's sharding."""
-        # Keras keeps an equivalent sharding, such as that of one device for a mesh of
-        # one device, and the weak type of a Python number. For JAX these are other
-        # types: it would compile programs again.
+        # Keras keeps the weak type of a Python number, and an equivalent sharding, such
+        # as that of a single device. For JAX these are different types, for which it
+        # would compile programs again.
         layout = layout_of(self)
         if (
             isinstance(layout, jax.sharding.NamedSharding)
