@@ -134,7 +134,7 @@ def fixed_number_of_batches(adapter: DataAdapterLike) -> int | None:
     return adapter.num_batches if is_array_adapter(adapter) else None
 
 
-@dataclasses.dataclass(slots=True)  # Not frozen: that takes twice the time.
+@dataclasses.dataclass(slots=True)  # If frozen, twice as slow to create.
 class LazyBatch:
     """A batch of arrays in memory, which is sliced when it is used."""
 

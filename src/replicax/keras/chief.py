@@ -157,10 +157,10 @@ def _warn_of_own_run(callback: keras.callbacks.Callback) -> None:
 
 
 def _mute(callback: keras.callbacks.Callback, stack: ExitStack) -> None:
-    """Until the stack exits, replace a callback's methods by those that do nothing."""
+    """Until the stack exits, replace a callback's methods by ones that do nothing."""
     attributes, silent = vars(callback), LateCallback()
     for name in _METHODS:
-        if name in attributes:  # As of `LambdaCallback`.
+        if name in attributes:  # `LambdaCallback` sets some.
             stack.callback(attributes.__setitem__, name, attributes[name])
         else:
             stack.callback(attributes.pop, name)

@@ -134,7 +134,7 @@ def computed_as_compiled(model: keras.Model) -> Generator[None]:
 
 
 def _as_compiled(loss: PyTree) -> PyTree:
-    is_replaced = getattr(loss, "func", None) is _compute  # Replays are nested.
+    is_replaced = getattr(loss, "func", None) is _compute  # By an outer replay.
     return loss if is_replaced else functools.partial(_compute, loss)
 
 

@@ -45,7 +45,7 @@ def computed_in_shards(
     )
     last_uses = {var: i for i, e in enumerate(equations) for var in _read_by(e)}
     # XLA would round differently if it fused equations, so each is a program of its
-    # own, as without `jit`. Literals are arguments, so that other scales share it.
+    # own, as without `jit`. Literals are arguments, so that initializers share it.
     for i, equation in enumerate(equations):
         inputs = [
             _array_of(x) if isinstance(x, Literal) else values[x]

@@ -24,7 +24,7 @@ __all__ = ["set_aggregation"]
 _RULES: Mapping[str, Mapping[str, Rule]] = {
     # Bits that the largest value so far needs: the maximum over all rows.
     "hgq.FixedPointQuantizerBase": {"i": "max", "k": "max"},
-    # Batch normalization inside of dense layers, as Keras' own.
+    # Batch normalization in dense layers, combined as that of Keras.
     "hgq.QLayerBase": {"moving_mean": "mean", "moving_variance": "mean"},
 }
 """Rules by class, `"package.Class"`, and by the names of its variables."""

@@ -113,7 +113,6 @@ class _ModelStep:
         return result
 
     def options(self, batch: PlacedBatch) -> Options:
-        """The options of the step's program for such a batch."""
         key = (batch.num_active, batch.num_steps)
         options = self._options.get(key)
         if options is None:
@@ -209,7 +208,7 @@ def takes_state(model: keras.Model, name: str) -> bool:
     """Whether a step is Keras' own for JAX, `step(state, data)`.
 
     The other form is that of tf.keras, `step(data)`, with a tape. A step with `*args`
-    has the form of the step that it overrides, which may be Keras' own.
+    has the form of the step that it overrides.
     """
     of_classes = (vars(c)[name] for c in type(model).__mro__ if name in vars(c))
     bound = (getattr(x, "__get__", lambda _, x=x: x)(model) for x in of_classes)

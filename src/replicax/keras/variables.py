@@ -231,7 +231,7 @@ def init_variable(
     is_value = not (callable(initializer) or isinstance(initializer, str))
     is_in_replica = current_context() is not None and current_scope() is not None
     is_traced = is_value and (reuse is not None or is_in_replica)
-    if is_traced and reuse is None and not _is_placeholder(initializer):
+    if is_traced and reuse is None and not _is_constant_of_optimizer(initializer):
         name = f" {kwargs['name']!r}" if kwargs.get("name") else ""
         raise ContextError(
             f"{current_call()}: a variable{name} is created inside "
@@ -264,7 +264,7 @@ def init_variable(
         strategy.home.own(variable)
 
 
-def _is_placeholder(value: PyTree) -> bool:
+def _is_constant_of_optimizer(value: PyTree) -> bool:
     """Whether an optimizer that is being built creates a variable from a constant.
 
     Adafactor does so where a vector has no factors. An optimizer is built in one trace
