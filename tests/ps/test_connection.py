@@ -15,7 +15,6 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.open_connections import disconnect
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
 
@@ -93,39 +92,6 @@ def test_a_server_that_is_not_there_is_named_after_the_deadline():
         assert isinstance(caught.value, ClusterError)
         with pytest.raises(ConnectionLost, match=r"'hello' for 1 s"):
             connection.call("hello")
-
-
-def test_a_server_may_start_later_than_its_workers(adds):
-    address = free_address()
-    with connect(address) as connection:
-        assert not connection.incarnation
-        answers = []
-        thread = threading.Thread(
-            target=lambda: answers.append(
-                connection.exchange_header({"op": "add"}, ONE)
-            )
-        )
-        thread.start()
-        time.sleep(0.5)
-        service = serve(address, adds)
-        thread.join(20)
-        service.close()
-    assert answers == [({"total": 1.0}, {})]
-    assert connection.incarnation == "first"
-
-
-def test_a_message_is_sent_again_after_the_connection_was_lost(service, adds):
-    with connect(service.address) as connection:
-        connection.exchange_header({"op": "add"}, ONE)
-
-        def cut_once():
-            adds.before = lambda: None
-            disconnect(service._bound.port)
-
-        adds.before = cut_once
-        header, _ = connection.exchange_header({"op": "add"}, ONE)
-    assert adds.calls == 3
-    assert header == {"total": 3.0}
 
 
 def test_a_connection_survives_restarts_of_the_server(adds):

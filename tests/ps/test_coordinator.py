@@ -1,9 +1,7 @@
 """ClusterCoordinator, on clusters of real processes."""
 
-import contextlib
 import os
 import re
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -225,66 +223,6 @@ def test_an_error_is_raised_once_with_its_traceback_and_then_it_goes_on():
         assert results[worker].value == results["chief:0"].value
 
 
-# A worker that dies and comes back.
-
-
-def survive(folder):
-    strategy, coordinator = make(heartbeat=2)
-    name = strategy.session.name
-    folder = Path(folder)
-
-    def stay(i):
-        if i == 3 and not (folder / "killed").exists():
-            (folder / f"stays.{name}").touch()
-            time.sleep(600)
-        time.sleep(0.05)
-        return i, name
-
-    done = coordinator.fetch([coordinator.schedule(stay, (i,)) for i in range(12)])
-    coordinator.join()
-    if strategy.is_chief:
-        (folder / "join").touch()
-        while not (folder / "back").exists():
-            time.sleep(0.02)
-    here = []
-
-    def both(i):
-        if strategy.session.starts > 1:
-            (folder / "served").touch()
-        time.sleep(0.05)
-        return strategy.session.starts
-
-    while True:
-        starts = coordinator.fetch([coordinator.schedule(both, (i,)) for i in range(8)])
-        here += starts
-        if max(starts) == 2 and min(starts) == 1:
-            break
-    return done, sorted(set(here))
-
-
-@pytest.mark.multiprocess
-@pytest.mark.timeout(120)
-def test_a_dead_workers_closure_is_run_again_and_it_may_come_back(tmp_path):
-    with replicax.testing.Cluster(
-        survive, tasks=CLUSTER, args=(str(tmp_path),), env=ENV, deadline_seconds=100
-    ) as cluster:
-        victim = wait_for(lambda: next(tmp_path.glob("stays.*"), None)).name[6:]
-        start_again = command_of(cluster.task(victim))
-        (tmp_path / "killed").touch()
-        cluster.task(victim).kill()
-        wait_for((tmp_path / "join").exists)
-        with start_again() as again:
-            (tmp_path / "back").touch()
-            assert again.wait(60) == 0
-        results = cluster.wait()
-    done, starts = results["chief:0"].value
-    assert [i for i, _ in done] == list(range(12))
-    assert done[3][1] != victim
-    assert starts == [1, 2]
-    (other,) = {"worker:0", "worker:1"} - {victim}
-    assert results[other].exit_code == results["chief:0"].exit_code == 0
-
-
 def leave_the_chief_alone():
     strategy, coordinator = make(step=90)
     if not strategy.is_chief:
@@ -333,73 +271,6 @@ def test_a_function_that_ends_its_worker_is_an_error():
     assert "ClosureError: SystemExit: 3" in chief.output
     assert "leave on worker:" in chief.output
     assert 3 in {results[name].exit_code for name in ("worker:0", "worker:1")}
-
-
-def command_of(task):
-    """Starts the task once more, as `replicax run` does."""
-    process = Path(f"/proc/{task.pid}")
-    command = process.joinpath("cmdline").read_bytes().split(b"\0")[:-1]
-    entries = process.joinpath("environ").read_bytes().split(b"\0")
-    environment = dict(entry.split(b"=", 1) for entry in entries if entry)
-
-    @contextlib.contextmanager
-    def start_again():
-        again = subprocess.Popen(command, env=environment)
-        try:
-            yield again
-        finally:
-            again.kill()
-            again.wait()
-
-    return start_again
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise TimeoutError(f"not within {seconds} s")
-
-
-def outlive_the_chief(folder):
-    strategy, coordinator = make(heartbeat=2)
-    folder = Path(folder)
-    rounds = []
-    for number in range(4):
-        values = [coordinator.schedule(pow, (i, 2)) for i in range(10)]
-        if number == 2 and strategy.is_chief and strategy.session.starts == 1:
-            (folder / "chief").touch()
-            time.sleep(60)
-        rounds.append(coordinator.fetch(values))
-        coordinator.join()
-        while not coordinator.done():
-            pass
-    return rounds
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.timeout(120)
-def test_workers_serve_a_chief_that_was_started_again(tmp_path):
-    with replicax.testing.Cluster(
-        outlive_the_chief,
-        tasks=CLUSTER,
-        args=(str(tmp_path),),
-        env=ENV,
-        deadline_seconds=100,
-    ) as cluster:
-        wait_for((tmp_path / "chief").exists)
-        start_again = command_of(cluster.task("chief:0"))
-        cluster.task("chief:0").kill()
-        with start_again() as again:
-            assert again.wait(60) == 0
-        results = cluster.wait()
-    for task in ("chief:0", "worker:0", "worker:1"):
-        assert results[task].value == [[i**2 for i in range(10)]] * 4
-    assert results["ps:0"].exit_code == 0
 
 
 # Training.

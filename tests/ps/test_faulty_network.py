@@ -225,12 +225,3 @@ def test_a_half_closed_connection_is_made_anew(network):
         assert echo(connection)[1] < 2
         network.half_close()
         assert connection.call("hello") == {"server": 0}
-
-
-def test_delays_are_no_losses(network):
-    network.delay_s = 0.2
-    with connected(network) as connection:
-        for _ in range(3):
-            assert 0.3 < echo(connection)[1] < 4
-        assert connection.call("hello") == {"server": 0}
-        assert network.num_connections == 1

@@ -20,7 +20,7 @@ TARGETS = (IDS % 2).mean(axis=1, keepdims=True).astype("float32")
 EVERY_ID = np.arange(NUM_ROWS, dtype="int32")
 
 
-def network(layer, make_optimizer=None):
+def network(layer, make_optimizer):
     model = keras.Sequential(
         [
             keras.Input((LENGTH,), dtype="int32"),
@@ -31,8 +31,7 @@ def network(layer, make_optimizer=None):
             ),
         ]
     )
-    if make_optimizer is not None:
-        model.compile(make_optimizer(), loss="mse")
+    model.compile(make_optimizer(), loss="mse")
     return model
 
 
@@ -48,10 +47,6 @@ def scheduled():
 
 def adagrad():
     return keras.optimizers.Adagrad(0.1)
-
-
-def averaging():
-    return keras.optimizers.SGD(0.5, use_ema=True)
 
 
 # With each of them Keras too leaves rows that are not in a batch as they are.
@@ -94,74 +89,6 @@ def expected_of(strategy, first, make_optimizer, callbacks=()):
     return {**result, "first": first, "last": layer.get_weights()[0]}
 
 
-def loop(strategy, layer, find_rows, first=None):
-    """A custom loop with the tape."""
-    with strategy.scope():
-        optimizer = sgd()
-        model = network(layer)
-        if first is not None:
-            layer.set_weights([first])
-        first = find_rows(layer)
-        dense_first = model.layers[-1].get_weights()
-
-    def step(batch):
-        ids, targets = batch
-        with rx.GradientTape() as tape:
-            loss = keras.ops.sum((model(ids) - targets) ** 2) / 32
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
-        return loss
-
-    losses = [
-        float(strategy.reduce("sum", strategy.run(step, (batch,))))
-        for batch in strategy.experimental_distribute_dataset(
-            (IDS[:320], TARGETS[:320]), batch_size=32
-        )
-    ]
-    with strategy.scope():
-        last = find_rows(layer)
-    return {
-        "losses": losses,
-        "first": first,
-        "last": last,
-        "dense": [*dense_first, *model.layers[-1].get_weights()],
-    }
-
-
-def looked_up(layer):
-    return np.asarray(layer(EVERY_ID))
-
-
-def error_of(strategy):
-    """What a bad id leads to, and that training of the same table goes on."""
-
-    def made():
-        # As in Keras, a call that fails leaves a model without its values.
-        with strategy.scope():
-            layer = rx.layers.Embedding(NUM_ROWS, DIM, seed=3, name="bad")
-            return network(layer, sgd), layer
-
-    ids, targets = IDS[:BATCH_SIZE], TARGETS[:BATCH_SIZE]
-    bad = ids.copy()
-    bad[5, 2] = NUM_ROWS
-    errors = []
-    for call in (
-        lambda model: model.fit(bad, targets, batch_size=BATCH_SIZE, verbose=0),
-        lambda model: model.train_on_batch(bad, targets),
-        lambda model: model.evaluate(bad, targets, verbose=0),
-        lambda model: model.predict(bad, verbose=0),
-    ):
-        try:
-            call(made()[0])
-        except ValueError as error:
-            errors.append(str(error))
-    model, layer = made()
-    with strategy.scope():
-        rows = looked_up(layer)
-    losses = [float(model.train_on_batch(ids, targets)) for _ in range(2)]
-    return errors, rows, losses
-
-
 def one_worker():
     strategy = ParameterServerStrategy(timeouts=rx.Timeouts(step=60))
     found = {n: served(strategy, n, o) for n, o in OPTIMIZERS.items()}
@@ -171,17 +98,6 @@ def one_worker():
         sgd,
         [keras.callbacks.LearningRateScheduler(halved)],
     )
-    with strategy.scope():
-        layer = rx.layers.Embedding(NUM_ROWS, DIM, seed=3, name="loop")
-    found["loop"] = loop(strategy, layer, looked_up)
-    found["errors"] = error_of(strategy)
-    with strategy.scope():
-        layer = rx.layers.Embedding(NUM_ROWS, DIM, name="averaged")
-        model = network(layer, averaging)
-    try:
-        model.fit(IDS, TARGETS, verbose=0)
-    except ValueError as error:
-        found["refused"] = str(error)
     return found
 
 
@@ -231,35 +147,6 @@ def test_rows_follow_a_learning_rate_that_a_callback_assigns(alone):
     )
     assert_equal(alone["callback"], expected)
     assert np.abs(alone["callback"]["last"] - alone["sgd"]["last"]).max() > 1e-4
-
-
-@pytest.mark.multiprocess
-def test_a_loop_with_the_tape_equals_mirrored_keras(alone):
-    actual = alone["loop"]
-    strategy = two_devices()
-    with strategy.scope():
-        layer = keras.layers.Embedding(NUM_ROWS, DIM)
-    expected = loop(
-        strategy, layer, lambda layer: layer.get_weights()[0], actual["first"]
-    )
-    np.testing.assert_allclose(actual["losses"], expected["losses"], rtol=1e-4)
-    np.testing.assert_allclose(actual["last"], expected["last"], rtol=1e-3, atol=1e-5)
-    for a, b in zip(actual["dense"], expected["dense"], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.multiprocess
-def test_a_bad_id_is_an_error_and_changes_nothing(alone):
-    errors, rows, losses = alone["errors"]
-    assert len(errors) == 4
-    assert all("'bad': id 1000 at position" in error for error in errors)
-    np.testing.assert_array_equal(rows, alone["sgd"]["first"])
-    assert losses[1] < losses[0]
-
-
-@pytest.mark.multiprocess
-def test_an_optimizer_that_moves_all_rows_is_refused(alone):
-    assert "SGD(use_ema=True) cannot be used for rows" in alone["refused"]
 
 
 # A table that no worker could be meant to hold.

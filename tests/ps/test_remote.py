@@ -232,17 +232,6 @@ def test_another_group_of_that_name_is_refused(session):
         )
 
 
-def test_staleness_counts_the_updates_of_others(session):
-    group = group_of([((2,), "float32")], None, 1)
-    first = RemoteGroup(session, group, SHARDING)
-    ones = on_devices([np.ones(2, "float32")])
-    first.create(ones)
-    first.pull()
-    based_on = dict(first.versions)
-    found = [first.await_push(first.push(ones, based_on)) for _ in range(3)]
-    assert found == [0, 1, 2]
-
-
 def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session, caplog):
     optimizer = keras.optimizers.SGD(0.5)
     infos = [VariableInfo(path="w", shape=(2,), dtype="float32")]
