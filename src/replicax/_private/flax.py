@@ -18,10 +18,9 @@ from jax.extend.core import get_opaque_trace_state
 def observed_reads(observe: Callable[[str, Any], None]) -> Generator[None]:
     """Call `observe(name, content)` before arrays of NNX objects from outside are read.
 
-    These are variables and array attributes of objects that were made before a trace of
-    this block, and that this thread reads in it. Only one block at a time may be
-    entered. NNX has hooks for reads by `get_value`, but `nnx.split`, `nnx.grad` and
-    others read the content itself.
+    An object is from outside if it was made before a trace in this block. Only reads of
+    this thread are observed, and one block at a time may be entered. NNX has hooks for
+    `get_value`, but `nnx.split`, `nnx.grad` and others read the content itself.
     """
     nnx = sys.modules["flax.nnx"]
     content = vars(nnx.Variable)["_raw_value"]

@@ -50,7 +50,7 @@ def build(model: Any, first_batch: Callable[[], Any]) -> None:
 
 
 def _as_on_devices(batch: Any) -> Any:
-    """Replace arrays with specs of the dtypes that the arrays have on devices."""
+    """Replace arrays that JAX would cast with specs of the cast arrays."""
 
     def on_devices(array: Any) -> Any:
         if array is None or dtype_on_devices(array.dtype) == array.dtype:

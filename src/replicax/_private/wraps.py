@@ -277,11 +277,8 @@ def _replace(wrap: Wrap, name: str, hook: Hook) -> None:
 
 def _is_decorated(function: Any) -> bool:
     """Whether Keras has decorated a function to filter tracebacks."""
-    return _code_of(function) is _code_of(filter_traceback(function))
-
-
-def _code_of(function: Any) -> Any:
-    return getattr(function, "__code__", None)
+    wrapper: Any = filter_traceback(function)
+    return getattr(function, "__code__", None) is wrapper.__code__
 
 
 def hooked(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:

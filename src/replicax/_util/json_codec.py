@@ -43,8 +43,12 @@ def encode(
         return value
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         return _encode_array(value, what)
-    if isinstance(value, int | float | complex):
-        return _encode_number(value)
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, float):
+        return {MARK: "float", "v": repr(value)}  # JSON has no infinity and no NaN.
+    if isinstance(value, complex):
+        return {MARK: "complex", "v": [repr(value.real), repr(value.imag)]}
     if isinstance(value, bytes):
         return {MARK: "bytes", "v": base64.b64encode(value).decode()}
     if type(value) is dict:
@@ -85,15 +89,6 @@ def decode(sent: Any, extend: Callable[[JSONObject], PyTree] | None = None) -> P
     if kind is not None and extend is not None:
         return extend(sent)
     raise ValueError(f"no encoded value: {repr(sent)[:80]}")
-
-
-def _encode_number(value: complex) -> JSON:
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        # JSON has no infinity and no NaN.
-        return value if math.isfinite(value) else {MARK: "float", "v": repr(value)}
-    return {MARK: "complex", "v": [repr(value.real), repr(value.imag)]}
 
 
 def _encode_array(value: np.generic | np.ndarray | jax.Array, what: str) -> JSON:

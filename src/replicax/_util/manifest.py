@@ -28,7 +28,7 @@ class FolderFormat:
     ) -> None:
         """Write a manifest with further `contents`, after all other files.
 
-        `files` are the fingerprints of the files, which are read without it.
+        `files` are the files' fingerprints; None: they are computed.
         """
         if files is None:
             files = {

@@ -19,14 +19,14 @@ def positional_count(fn: Callable[..., Any], few: int) -> int | None:
             signature = inspect.signature(fn, follow_wrapped=follow_wrapped)
         except ValueError:  # A function in C has no signature.
             return None
-        can = [number for number in (few, few + 1) if _binds(signature, number)]
-        if not can:
+        counts = [number for number in (few, few + 1) if _binds(signature, number)]
+        if not counts:
             raise TypeError(
                 f"{getattr(fn, '__qualname__', repr(fn))}{signature} can be called "
                 f"neither with {few} nor with {few + 1} positional arguments."
             )
-        if len(can) == 1:
-            return can[0]
+        if len(counts) == 1:
+            return counts[0]
         last = list(signature.bind(*[None] * (few + 1)).arguments)[-1]
         if signature.parameters[last].kind is not inspect.Parameter.VAR_POSITIONAL:
             return few

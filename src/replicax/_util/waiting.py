@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 
 class _Nested:
-    """A wait or work of this thread; of nested ones only the innermost logs.
+    """A block of this thread that may log; of nested blocks only the innermost does.
 
     The stack has weak references: an interrupt may prevent the call of `__exit__`.
     """

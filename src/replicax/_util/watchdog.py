@@ -100,13 +100,9 @@ class Watchdog:
                     self._fired = True
                     self.fire()
                 else:
-                    self._ping_unlocked(cancel_at - now)
+                    self._changed.release()  # The watched call may end meanwhile.
+                    try:
+                        self._ping(cancel_at - now)
+                    finally:
+                        self._changed.acquire()
                     self._pinged_at = time.monotonic()
-
-    def _ping_unlocked(self, seconds: float) -> None:
-        """Ping without the lock, so that the watched call can end meanwhile."""
-        self._changed.release()
-        try:
-            self._ping(seconds)
-        finally:
-            self._changed.acquire()

@@ -100,7 +100,7 @@ class CentralStorageStrategy(Strategy):
 
 
 class _ParameterDevice(ReplicaHome):
-    """The home of variables on one device, which makes the updates after a program."""
+    """Stores variables on one device, and updates them there after a program."""
 
     def __init__(
         self,
@@ -115,14 +115,11 @@ class _ParameterDevice(ReplicaHome):
         self._running: collections.deque[jax.Array] = collections.deque()
 
     def settle(self) -> None:
-        """Drop the compute devices' copies of variables; the next step makes new ones.
-
-        `fit`, `evaluate` and `predict` call it at their end.
-        """
+        """Drop the compute devices' copies; the next step makes new ones."""
         self._dispatch(self._drop_copies)
 
     def _drop_copies(self) -> None:
-        self._copies.drop()
+        self._copies.clear()
         self._running.clear()
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
@@ -153,7 +150,7 @@ class _ParameterDevice(ReplicaHome):
         else:
             calls = [self._call(*update, stored) for update in updates]
             values = itertools.chain.from_iterable(map(operator.call, calls))
-            # One call into C, like that of a program: all is done or nothing.
+            # One call into C, which an interrupt cannot split.
             internals.write_values(variables, itertools.chain(at_home, values))
         for value, copy in zip(at_home, new, strict=True):
             self._copies.keep(value, copy)
@@ -168,8 +165,11 @@ class _ParameterDevice(ReplicaHome):
         gradients: Sequence[jax.Array],
         stored: Mapping[int, jax.Array],
     ) -> Callable[[], list[jax.Array]]:
-        """The call of an update, which donates the old values."""
-        before = _values_to_donate([id(v) for v in update.changed], stored)
+        """Bind an update to its arguments; the call donates the old values."""
+        num_variables = collections.Counter(map(id, stored.values()))
+        before = [stored[id(v)] for v in update.changed]
+        # Other variables may share a value: donate a copy of it.
+        before = [jnp.copy(x) if num_variables[id(x)] > 1 else x for x in before]
         gradients = jax.device_put(gradients, self._sharding)
         return functools.partial(compiled, before, gradients)
 
@@ -185,7 +185,7 @@ class _ParameterDevice(ReplicaHome):
             yield from after
 
     def _compiled(self, update: Update) -> Wrapped:
-        """An update as a function that donates the old values; raises its errors."""
+        """Jit an update, which donates the old values; trace it to raise its errors."""
         compiled = jax.jit(update.make, donate_argnums=0, out_shardings=self._sharding)
         values, gradients = (
             [
@@ -198,21 +198,12 @@ class _ParameterDevice(ReplicaHome):
         return compiled
 
 
-def _values_to_donate(
-    numbers: Sequence[int], stored: Mapping[int, jax.Array]
-) -> list[jax.Array]:
-    """Return variables' values to donate; copies of values that others share."""
-    num_owners = collections.Counter(map(id, stored.values()))
-    values = [stored[n] for n in numbers]
-    return [jnp.copy(x) if num_owners[id(x)] > 1 else x for x in values]
-
-
 class _CopyCache:
-    """A cache of stored values' copies on the compute devices, while the values live.
+    """Caches copies of variables' values on the compute devices.
 
-    Variables that share a value share the copy, so that programs see the sharing. On
-    the parameter device itself, a copy shares the memory of the stored value, and JAX
-    deletes the copy when it donates the value.
+    Variables that share a value share its copy. If the parameter device is a compute
+    device, a copy there shares the memory of the value, and JAX deletes both when it
+    donates the value.
     """
 
     def __init__(self, sharding: NamedSharding) -> None:
@@ -220,7 +211,7 @@ class _CopyCache:
         self._copies: dict[int, tuple[weakref.ref[jax.Array], jax.Array]] = {}
 
     def of(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the copies of stored values; make missing ones."""
+        """Return the copies of values; copy values that are not in the cache."""
         missing = {id(x): x for x in stored if not self._has(x)}
         copies = jax.device_put(list(missing.values()), self._sharding)
         for value, copy in zip(missing.values(), copies, strict=True):
@@ -228,15 +219,14 @@ class _CopyCache:
         return [self._copies[id(x)][1] for x in stored]
 
     def keep(self, value: jax.Array, copy: jax.Array) -> None:
-        """Cache the copy of a stored value."""
+        """Cache the copy of a value, until the value is garbage-collected."""
 
         def forget(_: object, number: int = id(value)) -> None:
             self._copies.pop(number, None)
 
         self._copies[id(value)] = (weakref.ref(value, forget), copy)
 
-    def drop(self) -> None:
-        """Drop all copies."""
+    def clear(self) -> None:
         self._copies.clear()
 
     def _has(self, value: jax.Array) -> bool:

@@ -27,7 +27,7 @@ _log = logging.getLogger("replicax")
 
 @functools.cache
 def turn_on(platform: str) -> Path | None:
-    """Let JAX store programs that take long to compile in a folder of the user.
+    """Let JAX store programs that take long to compile on disk.
 
     Nothing changes if the user has configured JAX's cache, or in a job of several
     processes. Call it after JAX has started its devices, before the first compilation.
@@ -88,8 +88,8 @@ def _is_settled_by_user() -> bool:
 def _threads_folder() -> str:
     """Name the folder of programs for this number of threads.
 
-    XLA divides a CPU program's loops by the number of threads at compilation, which is
-    no part of JAX's key: a program compiled for one core would use one of 64.
+    XLA divides a CPU program's loops by the number of threads, which JAX's cache key
+    does not include: on 64 cores JAX would load a program that was compiled for one.
     """
     cores, pool = usable_cores(), os.environ.get("NPROC", "")
     return f"threads-{cores}-{pool}" if pool.isdecimal() else f"threads-{cores}"
@@ -98,8 +98,8 @@ def _threads_folder() -> str:
 def _trim(base: Path, max_bytes: int) -> None:
     """Delete the least recently used programs, until `max_bytes` are left.
 
-    JAX's own eviction needs a package that is none of its dependencies, and locks the
-    folder during each compilation.
+    JAX's own eviction needs a package that JAX does not depend on, and locks the folder
+    during each compilation.
     """
     programs = []
     for path in base.glob("threads-*/*-cache"):

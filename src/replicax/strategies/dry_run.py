@@ -52,13 +52,13 @@ class ProgramReceiver(Protocol):
         values: Sequence[PyTree],
         arrays: Sequence[ArrayLike],
     ) -> PyTree:
-        """Replace `ProgramRunner.call` of a strategy with these replicas."""
+        """Return stand-ins for a program's results, or stop the script."""
         ...
 
     def receive(
         self, group: ReplicaGroup, operation: Operation, lowered: Lowered
     ) -> NoReturn:
-        """Replace the run of a training step that the user has jitted."""
+        """Receive a training step that the user has jitted, and stop the script."""
         ...
 
 
@@ -66,7 +66,7 @@ _receiver: ProgramReceiver | None = None
 
 
 def current_receiver() -> ProgramReceiver | None:
-    """Return the receiver of this process' programs; None: programs are run."""
+    """Return the receiver of the open dry run; None: programs are run."""
     return _receiver
 
 

@@ -22,12 +22,11 @@ __all__ = ["ReplicaHome"]
 
 
 class ReplicaHome:
-    """The home of variables on the replicas' devices, mirrored or sharded.
+    """Places variables on the replicas' devices, mirrored or sharded.
 
-    Programs themselves update the variables. Subclasses keep variables elsewhere, and
-    update them after a program. `place` is the sharding of all variables; None: the
-    group's layouts. With `adopts` a variable that was created outside the scope may be
-    used.
+    Programs update these variables. Subclasses store variables elsewhere, and update
+    them after a program. `place` is the sharding of all variables; None: the group's
+    layouts. `adopts` allows variables that were created outside the scope.
 
     Attributes:
         labels: The strategy's variables, by labels that are equal on all workers.
@@ -108,7 +107,7 @@ class ReplicaHome:
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Map summed gradients to those that a deferred update uses."""
+        """Convert summed gradients to the form that a deferred update gets."""
         return grads
 
     def adds_up(self, *, trains: bool) -> bool:

@@ -58,8 +58,7 @@ def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
     """Convert a layout map to a function of a weight's path and shape.
 
     The map is a `keras.distribution.LayoutMap`, a mapping of regular expressions to
-    tuples, or None for `largest_axis`. Errors name the public call `caller`; those of
-    paths and shapes come when a weight is created.
+    tuples, or None for `largest_axis`. The function raises errors of paths and shapes.
     """
     if layout_map is None:
         return lambda _, shape: largest_axis(shape, num_devices)
@@ -119,10 +118,10 @@ def largest_axis(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:
 
     Of equal dimensions the last one is sharded. Small weights are not sharded.
     """
-    can = [dim for dim, size in enumerate(shape) if size % num_devices == 0]
-    if num_devices == 1 or not can or math.prod(shape) < FEWEST_ELEMENTS:
+    divisible = [dim for dim, size in enumerate(shape) if size % num_devices == 0]
+    if num_devices == 1 or not divisible or math.prod(shape) < FEWEST_ELEMENTS:
         return PartitionSpec()
-    chosen = max(can, key=lambda dim: (shape[dim], dim))
+    chosen = max(divisible, key=lambda dim: (shape[dim], dim))
     return PartitionSpec(
         *(MODEL_AXIS if dim == chosen else None for dim in range(len(shape)))
     )

@@ -42,10 +42,7 @@ from replicax.jax_loops.nnx_objects import (
     only_arguments_read,
 )
 
-__all__ = [
-    "ProgramRunner",
-    "require_cross_replica",
-]
+__all__ = ["ProgramRunner", "require_cross_replica"]
 
 _logger = logging.getLogger("replicax")
 
@@ -87,7 +84,7 @@ class ProgramRunner:
         self._num_steps = 0
         self._has_warned_of_sharded = False
         self._has_warned_of_replicated = False
-        # Made once: every step compares the arrays' shardings with them.
+        # Every step compares the arrays' shardings with these objects.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
 
     def run(
@@ -118,7 +115,7 @@ class ProgramRunner:
         call = extract_objects(fn, args, kwargs, self._strategy, self._objects)
         if call is not None:
             fn, args, kwargs = call.fn, call.args, call.kwargs
-        # Arguments that were bound to the function come first now.
+        # `unwrap_partial` has put the arguments of a `functools.partial` first.
         donated = tuple(i + len(args) - num_args for i in donate)
         if call is None:
             return self._run_flat(fn, args, kwargs, _options(donated))
@@ -149,10 +146,7 @@ class ProgramRunner:
         options: Options,
         programs: ProgramCache[Program],
     ) -> PyTree:
-        """Run `fn` on arrays that are placed on the replicas already.
-
-        `run` and the steps of Keras' models call it, in the scope.
-        """
+        """Run `fn` on arrays that are already placed on the replicas, in the scope."""
         program = self.program_of(fn, call, options, programs)
         is_new = program.is_new
         try:
@@ -208,7 +202,8 @@ class ProgramRunner:
             self._agree(program, internals.read_values(program.variables), arrays)
         every = self._check_every if home.on_replicas else None
         is_due = bool(every) and (self._num_steps + 1) % every == 0
-        if is_due and program.mirrored_arguments:  # Before, since they may be donated.
+        # Compare arguments before the step, which may donate them.
+        if is_due and program.mirrored_arguments:
             named = {x: arrays[i] for i, x in program.mirrored_arguments.items()}
             self._note_check()
             require_equal_arguments(self.group, named)
@@ -229,9 +224,10 @@ class ProgramRunner:
             self._workers.log.note_in_script(_CHECK_REPLICAS)
 
     def dispatch(self, call: Callable[[], T], operation: Operation | None = None) -> T:
-        """Dispatch a program, one thread at a time; log it for the check of the order.
+        """Dispatch a program, one thread at a time.
 
-        `operation` is an operation of all workers; None: only this worker dispatches.
+        The watch compares the order of `operation`s between workers. None: only this
+        worker dispatches.
         """
         watch = self._workers.watch
         if watch is not None and operation is not None:
@@ -246,11 +242,11 @@ class ProgramRunner:
         operation: Callable[[], Operation],
     ) -> T:
         """Run a training step that the user has jitted."""
-        noted = operation()
-        out = self.dispatch(call, noted)
+        step = operation()
+        out = self.dispatch(call, step)
         recorder = self._strategy.input_shard.recorder
         if recorder is not None:
-            recorder.end_execution(out, noted.num_steps)
+            recorder.end_execution(out, step.num_steps)
         return out
 
     def combine(self, name: str, fn: Callable[[], PyTree], value: PyTree) -> PyTree:
@@ -267,7 +263,8 @@ class ProgramRunner:
         return self.dispatch(fn, _combination(name, kinds) if kinds else None)
 
     def _place(self, array: PyTree, kind: Kind) -> ArrayLike:
-        _refuse_tracer(array)
+        if isinstance(array, jax.core.Tracer):
+            raise _inside_a_transformation()
         if (
             kind is Kind.MIRRORED
             and isinstance(array, jax.Array | np.ndarray)
@@ -371,11 +368,6 @@ def _refuse_datasets(statics: Sequence[object]) -> None:
                 "at a time: for batch in strategy.experimental_distribute_dataset("
                 "dataset): strategy.run(fn, args=(batch,))."
             )
-
-
-def _refuse_tracer(array: object) -> None:
-    if isinstance(array, jax.core.Tracer):
-        raise _inside_a_transformation()
 
 
 def _refuse_tracing() -> None:

@@ -33,10 +33,7 @@ from replicax.strategies import compilation_cache, layout_maps
 from replicax.strategies.dry_run import DryRunner, current_receiver
 from replicax.strategies.extended import StrategyExtended
 from replicax.strategies.home import ReplicaHome
-from replicax.strategies.runner import (
-    ProgramRunner,
-    require_cross_replica,
-)
+from replicax.strategies.runner import ProgramRunner, require_cross_replica
 
 __all__ = ["Strategy"]
 
@@ -84,11 +81,10 @@ class Strategy(DatasetMaker, OwnJit):
     ) -> None:
         """Make a strategy. Only subclasses call it; they document most arguments.
 
-        `workers` are the processes of the devices, in the devices' order. `first_seed`
-        is the number of other workers' replicas before these: the position of a replica
-        determines its random numbers. With `updates_at_home` the home updates
-        variables after a program, not in it. `split` says how a replica's weights are
-        sharded over several devices.
+        `workers` are the processes of the devices, in the devices' order. The random
+        numbers of replica `i` depend on `first_seed + i`. With `updates_at_home` a
+        program does not update variables; `home` does so afterwards. `split` is the
+        sharding of a replica's weights over several devices.
         """
         name = type(self).__name__
         require_instance(
@@ -133,7 +129,7 @@ class Strategy(DatasetMaker, OwnJit):
             first_seed=first_seed,
             updates_at_home=updates_at_home,
         )
-        # The default strategy runs what a script does besides training.
+        # Also in a dry run, the default strategy runs its programs.
         receiver = None if self._adopts else current_receiver()
         self.runner: ProgramRunner
         if receiver is None:
@@ -148,8 +144,8 @@ class Strategy(DatasetMaker, OwnJit):
 
     def __repr__(self) -> str:
         number = self.group.num_per_device
-        several = f"; {number} replicas each" if number > 1 else ""
-        return f"{type(self).__name__}({', '.join(self.group.axis.devices)}{several})"
+        replicas = f"; {number} replicas each" if number > 1 else ""
+        return f"{type(self).__name__}({', '.join(self.group.axis.devices)}{replicas})"
 
     @property
     def group(self) -> ReplicaGroup:
