@@ -197,8 +197,8 @@ def text_file(folder, text):
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a,b\n1,2\n3\n", {}, r"row 3 has 1 fields, expected 2: '3'.*Correct the row"),
-        ("a,b\n1,2,3\n", {}, r"row 2 has 3 fields, expected 2: '1,2,3'"),
+        ("a,b\n1,2\n3\n", {}, r"Row #3: Expected 2 columns, got 1: 3.*delimiter"),
+        ("a,b\n1,2,3\n", {}, r"Row #2: Expected 2 columns, got 3: 1,2,3"),
         ("a\n1\nx\n", {"dtypes": {"a": "int32"}}, r"#0: Row #3: .*'x'.*dtypes"),
         ("a\n1\n", {"columns": ["b"]}, r"no column 'b'; its columns are \['a'\]"),
         ("a\n1\n", {"label": "b"}, r"no column 'b'; its columns are \['a'\]"),

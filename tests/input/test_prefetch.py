@@ -202,11 +202,6 @@ def test_close_from_another_thread_wakes_a_waiting_consumer():
     assert not consumer.is_alive()
 
 
-def test_negative_depth():
-    with pytest.raises(ValueError, match=r"depth must be at least 0.*got -1"):
-        prefetch(Source, -1)
-
-
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_integers_have_the_width_that_they_have_in_the_consumers_thread(is_wide):
     def width(_=None):

@@ -5,7 +5,7 @@ Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a glob
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
 import jax
@@ -57,7 +57,7 @@ class DistributedInput(ABC):
         is `R`; None: one on each device along the axis.
         """
         caller = type(self).__name__
-        self._remainder = Remainder.of(remainder, caller)
+        self._remainder = Remainder(remainder)
         require_count(prefetch, f"{caller}: prefetch", 0, otherwise=" (no thread)")
         self._prefetch = prefetch
         self._shard = input_shard or InputShard()
@@ -124,21 +124,7 @@ class DistributedInput(ABC):
 
     def __iter__(self) -> DistributedIterator:
         """Iterate over an epoch: the first `next` starts it, and prefetches batches."""
-        return DistributedIterator(
-            self._start,
-            lambda: self.iteration,
-            self._skip_to,
-            self._shard.batch_recorder(self._name),
-            self._recorded,
-        )
-
-    def _recorded(self, read: Callable[[], PyTree]) -> PyTree:
-        """Call `read`, which returns a loop's next batch; a report counts the batch."""
-        recorder = self._shard.recorder
-        return read() if recorder is None else recorder.read(self, read)
-
-    def _skip_to(self, iteration: int) -> None:
-        self.iteration = iteration
+        return DistributedIterator(self, self._start, self._shard, self._name)
 
     def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:
         previous, name = self._previous, self._begin()

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import jax
 
@@ -16,6 +16,10 @@ from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.errors import ContextError
+
+if TYPE_CHECKING:
+    from replicax.input.distributed import DistributedInput
+    from replicax.input.sharding import InputShard
 
 __all__ = [
     "DistributedIterator",
@@ -284,22 +288,18 @@ class DistributedIterator(Iterator[PyTree]):
     # The first `next` calls `start(iteration, num_batches)`, which starts an iteration
     # after its first `num_batches` batches. `iter` starts none: the iterator may be
     # restored to another iteration, and a loader may count its iterations.
-    # `next_iteration` returns the dataset's next iteration, `skip_to` sets it, and each
-    # read of a batch calls `record_read` first, within `recorded`.
 
     def __init__(
         self,
+        dataset: "DistributedInput",
         start: Callable[[int, int], Iterator[PyTree]],
-        next_iteration: Callable[[], int],
-        skip_to: Callable[[int], None],
-        record_read: Callable[[], None],
-        recorded: Callable[[Callable[[], PyTree]], PyTree],
+        shard: "InputShard",
+        name: str,
     ) -> None:
+        self._dataset = dataset
         self._start = start
-        self._next_iteration = next_iteration
-        self._skip_to = skip_to
-        self._record_read = record_read
-        self._recorded = recorded
+        self._shard = shard
+        self._record_read = shard.batch_recorder(name)
         self._iteration: int | None = None
         self._num_read = 0
         self._source: Iterator[PyTree] | None = None
@@ -320,13 +320,16 @@ class DistributedIterator(Iterator[PyTree]):
                 "function, whose Python code runs only when it is traced. Pass it the "
                 "batch: strategy.run(fn, args=(next(iterator),))."
             )
-        return self._recorded(self._next)
+        recorder = self._shard.recorder
+        if recorder is None:
+            return self._next()
+        return recorder.read(self._dataset, self._next)
 
     def _next(self) -> PyTree:
         self._record_read()
         if self._source is None:
             self._iteration = self.get_state()["iteration"]
-            self._skip_to(self._iteration + 1)
+            self._dataset.iteration = self._iteration + 1
             self._source = self._start(self._iteration, self._num_read)
             with Announced("waiting for the first batch"):
                 batch = next(self._source)
@@ -342,9 +345,9 @@ class DistributedIterator(Iterator[PyTree]):
 
     def get_state(self) -> dict[str, int]:
         """Return the position: the index of the iteration, and the batches read."""
-        iteration = (
-            self._next_iteration() if self._iteration is None else self._iteration
-        )
+        iteration = self._iteration
+        if iteration is None:
+            iteration = self._dataset.iteration
         return {"iteration": iteration, "num_batches": self._num_read}
 
     def set_state(self, state: Mapping[str, int]) -> None:
@@ -361,4 +364,4 @@ class DistributedIterator(Iterator[PyTree]):
             self._source = None
         self._iteration = position["iteration"]
         self._num_read = position["num_batches"]
-        self._skip_to(self._iteration + 1)
+        self._dataset.iteration = self._iteration + 1

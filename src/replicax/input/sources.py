@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -301,16 +301,12 @@ def _is_array(value: object) -> bool:
     return is_dense or is_one_array(value)
 
 
-class _TensorFlowDataset(Protocol):
-    def as_numpy_iterator(self) -> Iterable[PyTree]: ...
-
-
 def _is_py_dataset(value: object) -> "TypeGuard[keras.utils.PyDataset]":
     kind = getattr(sys.modules.get("keras.utils"), "PyDataset", None)
     return kind is not None and isinstance(value, kind)
 
 
-def _is_tf_dataset(value: object) -> TypeGuard[_TensorFlowDataset]:
+def _is_tf_dataset(value: object) -> TypeGuard[Any]:
     return _comes_from(value, "tensorflow") and hasattr(value, "as_numpy_iterator")
 
 

@@ -220,16 +220,10 @@ def as_rows(value: PyTree, path: tuple[object, ...] = ()) -> PyTree:
     name = f"leaf {jax.tree_util.keystr(path)}" if path else "the batch"
     if isinstance(value, sparse.BCOO):
         return _bcoo_rows(value)
-    if isinstance(value, sparse.JAXSparse):
-        raise TypeError(
-            f"{name} is a {described(value)}; of JAX's sparse arrays a batch may hold "
-            "jax.experimental.sparse.BCOO only. Convert it, such as with x.to_bcoo() "
-            "or BCOO.fromdense(x.todense())."
-        )
     raise TypeError(
-        f"{name} is a {described(value)}, which consists of "
-        f"{len(jax.tree.leaves(value))} arrays; expected NumPy, JAX or sparse arrays. "
-        "Put its arrays into the batch, each with one row per example."
+        f"{name} is a {described(value)}; expected NumPy, JAX or sparse arrays. Of "
+        "JAX's sparse arrays convert others than BCOO, such as with x.to_bcoo(). Put "
+        "the arrays of other objects into the batch, each with one row per example."
     )
 
 

@@ -54,20 +54,12 @@ class Remainder(enum.StrEnum):
     ERROR = "error"
 
     @classmethod
-    def of(cls, policy: "Remainder | str", caller: str) -> "Remainder":
-        """Convert `policy` to a `Remainder`.
-
-        Raises:
-            ValueError: If `policy` is not a member.
-        """
-        try:
-            return cls(policy)
-        except ValueError:
-            raise ValueError(
-                f"{caller}: unknown remainder={policy!r}. Use 'keep' (give the batch "
-                "to fewer replicas), 'drop' (drop the last examples), 'pad' (add "
-                "copies and yield a mask) or 'error'."
-            ) from None
+    def _missing_(cls, value: object) -> "Remainder":
+        raise ValueError(
+            f"unknown remainder={value!r}. Use 'keep' (give the batch to fewer "
+            "replicas), 'drop' (drop the last examples), 'pad' (add copies and yield a "
+            "mask) or 'error'."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -187,7 +179,7 @@ def split_global_batch(
         ([[0, 1, 2], [3, 4, 4]], [[True, True, True], [True, True, False]])
     """
     caller = "distributed dataset"
-    policy = Remainder.of(remainder, caller)
+    policy = Remainder(remainder)
 
     size = leading_size(batch, caller)
     extra = size % num_replicas
@@ -235,7 +227,7 @@ def split_replica_batches(
             missing (policy `"error"`).
     """
     caller = "distribute_datasets_from_function"
-    policy = Remainder.of(remainder, caller)
+    policy = Remainder(remainder)
     sizes = [leading_size(batch, caller) for batch in batches]
     is_complete = sizes == sizes[:1] * num_replicas
     # Only a shorter last batch is the end of the data; other sizes are an error.

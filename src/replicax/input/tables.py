@@ -144,36 +144,20 @@ def _csv_table(
     import pyarrow as pa
     from pyarrow import csv as reader
 
-    invalid_rows = []
-
-    def refuse(row: "reader.InvalidRow") -> str:
-        invalid_rows.append(row)
-        return "error"
-
     try:
         table = reader.read_csv(
             file,
             reader.ReadOptions(use_threads=use_threads, column_names=names),
-            reader.ParseOptions(
-                delimiter=delimiter,
-                newlines_in_values=True,
-                invalid_row_handler=refuse,
-            ),
+            reader.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             reader.ConvertOptions(column_types=types),
         )
     except pa.ArrowInvalid as error:
         if use_threads:  # Threads do not know the row's number.
             return _csv_table(file, columns, types, names, delimiter, False)
-        problem = str(error)
-        remedy = "Correct the file, or pass the column's type in dtypes"
-        if invalid_rows:
-            row = invalid_rows[0]
-            problem = (
-                f"row {row.number} has {row.actual_columns} fields, expected "
-                f"{row.expected_columns}: {row.text!r}"
-            )
-            remedy = "Correct the row, or pass another delimiter"
-        raise InputError(f"csv: {file}: {problem}. {remedy}.") from error
+        raise InputError(
+            f"csv: {file}: {error}. Correct the file, or pass another delimiter, or "
+            "the column's type in dtypes."
+        ) from error
     _check_columns("csv", file, [*(columns or ()), *types], table.column_names)
     return table.select(columns) if columns else table
 
