@@ -192,6 +192,7 @@ def test_an_iterator_refuses_replica_functions():
         (np.uint8, np.uint8),
         (bool, bool),
         (jax.numpy.bfloat16, jax.numpy.bfloat16),
+        (np.complex64, np.complex64),
     ],
 )
 def test_dtypes(source, expected, mesh):

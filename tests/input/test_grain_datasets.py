@@ -1,5 +1,3 @@
-import pickle
-
 import grain
 import jax.numpy as jnp
 import numpy as np
@@ -48,11 +46,6 @@ def test_datasets_of_one_shuffled_dataset_count_their_epochs_together() -> None:
     assert len(set(map(tuple, parts))) == 3
     assert [int(y) for y in next_epoch(numpy_dataset(Y))] == Y.tolist()
     assert next_epoch(parts) is parts
-
-
-def test_source_can_go_to_worker_processes():
-    rows = pickle.loads(pickle.dumps(numpy_dataset((X, Y))))
-    np.testing.assert_array_equal(rows[7][0], X[7])
 
 
 @pytest.mark.parametrize("of_columns", [False, True])

@@ -264,12 +264,6 @@ def test_leaves_that_are_not_numbers_are_named(leaf, kind):
         next(batches([{"x": X, "y": (leaf,)}]))
 
 
-@pytest.mark.parametrize("dtype", [bool, np.uint8, np.float16, jnp.bfloat16, complex])
-def test_dtypes_are_kept(dtype):
-    x = np.zeros((4, 2), dtype)
-    assert next(batches([x])) is x
-
-
 # Libraries that may not be installed
 
 

@@ -25,6 +25,7 @@ from replicax.input.sources import (
     check_dataset,
     is_arrays,
     is_one_shot,
+    row_slices,
 )
 from replicax.input.sources import num_batches as count_batches
 from replicax.input.sparse_rows import DividedRows
@@ -321,10 +322,7 @@ class DistributedDataset(DistributedInput):
     def _pieces(self, source: Iterable[PyTree], shard: InputShard) -> Generator[PyTree]:
         """Cut each global batch of a worker's own data into `num_pieces` steps."""
         for batch in source:
-            size = -(-_size(batch) // shard.num_pieces)
-            for start in range(0, _size(batch), size):
-                rows = slice(start, start + size)
-                yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
+            yield from row_slices(batch, -(-_size(batch) // shard.num_pieces))
 
 
 def _joined(leaf: PyTree) -> PyTree:

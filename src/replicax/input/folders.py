@@ -77,8 +77,7 @@ def image_folder(
         size: Height and width `(H, W)` of the images; others are resized, bilinearly
             and without keeping the aspect ratio.
         channels: 1 for gray images, 3 for RGB, 4 for RGBA.
-        class_names: The subfolders to read, in the order of their labels. None: all
-            subfolders, sorted by name.
+        class_names: See `folder`.
 
     Returns:
         A `grain.MapDataset` of pairs of an image, `uint8[H, W, channels]` from 0 to
@@ -123,8 +122,7 @@ def audio_folder(
             padded with 0.
         sample_rate: The files' samples per second; other files are refused.
         channels: The files' number of channels; other files are refused.
-        class_names: The subfolders to read, in the order of their labels. None: all
-            subfolders, sorted by name.
+        class_names: See `folder`.
 
     Returns:
         A `grain.MapDataset` of pairs of samples, `float32[N, channels]` from -1 to 1,

@@ -158,8 +158,7 @@ def per_image_standardization(image: _Image) -> _Image:
     """
     values = np.asarray(image).astype("float32")
     axes = (_HEIGHT, _WIDTH, _CHANNEL)
-    size = np.prod([values.shape[axis] for axis in axes])
-    min_deviation = np.float32(1 / np.sqrt(size))
+    min_deviation = np.float32(1 / np.sqrt(np.prod(values.shape[-3:])))
     deviation = np.maximum(values.std(axis=axes, keepdims=True), min_deviation)
     return (values - values.mean(axis=axes, keepdims=True)) / deviation
 
@@ -202,13 +201,13 @@ def resize_with_crop_or_pad(image: _Image, height: int, width: int) -> _Image:
     """
     image = np.asarray(image)
     for axis, size in ((_HEIGHT, height), (_WIDTH, width)):
-        before = (size - image.shape[axis]) // 2
-        if size < image.shape[axis]:
-            start = (image.shape[axis] - size) // 2
+        extra = size - image.shape[axis]
+        if extra < 0:
+            start = -extra // 2
             image = np.take(image, range(start, start + size), axis=axis)
         else:
             padding = [(0, 0)] * image.ndim
-            padding[axis] = (before, size - image.shape[axis] - before)
+            padding[axis] = (extra // 2, extra - extra // 2)
             image = np.pad(image, padding)
     return image
 

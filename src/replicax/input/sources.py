@@ -41,6 +41,7 @@ __all__ = [
     "is_one_shot",
     "num_batches",
     "raw_batches",
+    "row_slices",
 ]
 
 Dataset: TypeAlias = object
@@ -184,7 +185,7 @@ def _open(
     dataset = reshuffled(dataset, iteration)
     check_dataset(dataset, batch_size)
     if is_arrays(dataset):
-        return _slices(jax.tree.map(_off_mesh, by_rows(dataset)), batch_size or 1)
+        return row_slices(jax.tree.map(_off_mesh, by_rows(dataset)), batch_size or 1)
     if _is_py_dataset(dataset):
         return _py_dataset_batches(dataset)
     if is_map_dataset(dataset):
@@ -201,7 +202,8 @@ def _open(
     return iter(dataset)  # type: ignore[call-overload]  # `check_dataset` has checked.
 
 
-def _slices(arrays: PyTree, batch_size: int) -> Generator[PyTree]:
+def row_slices(arrays: PyTree, batch_size: int) -> Generator[PyTree]:
+    """Cut arrays into batches; the last batch may have fewer rows."""
     for start in range(0, leading_size(arrays, "dataset"), batch_size):
         rows = slice(start, start + batch_size)
         yield jax.tree.map(lambda x, rows=rows: x[rows], arrays)

@@ -89,10 +89,9 @@ def parquet(
 
     Args:
         paths: Paths of files, or patterns such as `"train/*.parquet"`.
-        label: The column that becomes the second part of pairs `(row, label)`.
-        columns: Columns to read, `label` among them. None: all columns.
-        stacked: Whether a row is one array, `float32[F]`, of its `F` columns of numbers
-            without `label`, in place of a dict. That is several times as fast.
+        label: See `csv`.
+        columns: See `csv`.
+        stacked: See `csv`.
         missing: Values for missing values of columns of numbers.
 
     Returns:
