@@ -1,5 +1,6 @@
 """Jobs with parameter servers, whose tasks tests kill, stop and start again."""
 
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from tests.ps.boards import serve_streams
 
 import replicax as rx
 import replicax.testing
+from replicax.ps.message_stream import MessageStream
 from replicax.ps.strategy import ParameterServerStrategy
 
 BATCH_SIZE = 16
@@ -157,6 +159,21 @@ def counted(options):
         "given_up": len(stream["lost"]),
         "next": stream["next"],
     }
+
+
+def hit_between_servers(kind, number, hit):
+    """Call `hit` when only one server has its message of push `number`."""
+    send, sent = MessageStream.send, itertools.count()
+
+    def send_or_hit(stream, header, *others):
+        is_due = header.get("op") == kind and header["sequence"] == number
+        if is_due and next(sent) == 1:
+            time.sleep(1)  # Meanwhile the other server takes its message.
+            print("is hit now", flush=True)
+            hit()
+        return send(stream, header, *others)
+
+    MessageStream.send = send_or_hit
 
 
 class FailAtStep(keras.callbacks.Callback):

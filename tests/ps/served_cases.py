@@ -12,6 +12,7 @@ from unittest import mock
 import grain
 import keras
 import numpy as np
+import pytest
 import scipy.sparse
 from keras import layers
 
@@ -495,6 +496,35 @@ class Large(keras.metrics.Metric):
 
     def result(self):
         return keras.ops.mean(self.matrix)
+
+
+@slow_case
+def assigned_steps_and_states(strategy):
+    x = X[:40, :3]
+    options = {"batch_size": 10, "verbose": 0}
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    rates = keras.optimizers.schedules.PiecewiseConstantDecay([50], [0.1, 0.0])
+    model.compile(keras.optimizers.SGD(rates), "mse")
+    recurrent = keras.Sequential(
+        [keras.Input((4, 3), batch_size=10), layers.GRU(2, stateful=True)]
+    )
+    recurrent.compile("sgd", "mse")
+
+    def train(steps):
+        if strategy.is_chief:
+            model.optimizer.iterations.assign(steps)
+        before = model.get_weights()[0]
+        model.fit(x, x[:, :1], **options)
+        moved = np.abs(model.get_weights()[0] - before).max()
+        return int(model.optimizer.iterations), float(moved)
+
+    found = {"trained": [train(steps) for steps in (100, 0, 60, 7)]}
+    with pytest.raises(NotImplementedError) as refused:
+        recurrent.fit(np.ones((40, 4, 3)), np.ones((40, 2)), **options)
+    found["refused"] = str(refused.value)
+    with pytest.raises(NotImplementedError) as refused:
+        model.fit(x, x[:, :1], callbacks=[keras.callbacks.SwapEMAWeights()], **options)
+    return found | {"swaps": str(refused.value), "after": train(100)}
 
 
 def another_model_than_the_chief_has(strategy):

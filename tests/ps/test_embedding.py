@@ -415,16 +415,6 @@ def test_the_seed_settles_first_values():
     same.build()
     np.testing.assert_array_equal(same.embeddings.numpy(), rows(5))
 
-    def on_servers(seed):
-        strategy = ServedStrategy(1)
-        with strategy.scope():
-            layer = Embedding(20, 4, "normal", seed=seed, name="words")
-            layer.build()
-        return strategy.home.rows.whole(layer)
-
-    np.testing.assert_array_equal(on_servers(5), on_servers(5))
-    assert (on_servers(5) != on_servers(6)).any()
-
 
 def test_saving_leaves_rows_on_the_servers(pixels, tmp_path):
     strategy = ServedStrategy(2)

@@ -4,7 +4,6 @@ No batch is lost and none is applied twice on a server, but for those that a kil
 worker held. `snapshot_every_updates=1` makes that so for servers too.
 """
 
-import itertools
 import os
 import signal
 import time
@@ -25,11 +24,11 @@ from tests.ps.jobs import (
     check_none_twice,
     disturb,
     durable,
+    hit_between_servers,
     make,
 )
 
 import replicax as rx
-from replicax.ps.message_stream import MessageStream
 
 pytest.importorskip("pyarrow")
 pytestmark = [
@@ -91,11 +90,19 @@ def trained(strategy, callbacks):
     }
 
 
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait():
+    time.sleep(4)
+
+
 def asynchronously(options, hit=None):
     """Train until the test says that it is enough."""
     strategy = make(options)
     if hit is not None and strategy.session.index == 1 and strategy.session.starts < 2:
-        hit_between_pushes_of_rows(20, dies=hit == "dies")
+        hit_between_servers("push_rows", 20, die if hit == "dies" else wait)
     found = trained(strategy, [Watched(strategy)])
     stream = strategy.session.board("streams")["fit 1/epoch/0"]
     return found | {
@@ -103,23 +110,6 @@ def asynchronously(options, hit=None):
         "given_up": len(stream["lost"]),
         "next": stream["next"],
     }
-
-
-def hit_between_pushes_of_rows(number, *, dies):
-    """Have this process die, or wait, when one server has its rows of a push only."""
-    send, sent = MessageStream.send, itertools.count()
-
-    def send_or_die(stream, header, *others):
-        is_due = header.get("op") == "push_rows" and header["sequence"] == number
-        if is_due and next(sent) == 1:
-            time.sleep(1)  # Meanwhile the other server takes its message.
-            print("is hit now", flush=True)
-            if dies:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(4)
-        return send(stream, header, *others)
-
-    MessageStream.send = send_or_die
 
 
 @pytest.fixture(scope="module")

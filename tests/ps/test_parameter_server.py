@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from tests.ps.package_layers import build_package_layers
 
 import replicax as rx
 import replicax.testing
@@ -32,21 +33,19 @@ def test_it_has_both_of_its_names():
     assert found is rx.ParameterServerStrategy
 
 
-def test_without_a_cluster(monkeypatch):
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (None, "no cluster is described"),
+        ("worker", "has no parameter servers"),
+        ("ps", "worker"),
+    ],
+)
+def test_clusters_that_lack_tasks_are_refused(monkeypatch, job, message):
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    with pytest.raises(rx.ClusterConfigError, match="no cluster is described"):
-        rx.ParameterServerStrategy()
-
-
-def test_without_servers(monkeypatch):
-    as_task(monkeypatch, {"worker": ["localhost:1"]})
-    with pytest.raises(rx.ClusterConfigError, match="has no parameter servers"):
-        rx.ParameterServerStrategy()
-
-
-def test_without_workers(monkeypatch):
-    as_task(monkeypatch, {"ps": ["localhost:1"]}, "ps")
-    with pytest.raises(rx.ClusterConfigError, match="worker"):
+    if job is not None:
+        as_task(monkeypatch, {job: ["localhost:1"]}, job)
+    with pytest.raises(rx.ClusterConfigError, match=message):
         rx.ParameterServerStrategy()
 
 
@@ -219,6 +218,7 @@ def bounded():
         "changing": changing_variables(strategy),
         "num_replicas": strategy.num_replicas_in_sync,
         "repr": repr(strategy),
+        "layers": build_package_layers(strategy),
     }
     strategy.session.barrier("the end")
     return found | {
@@ -287,3 +287,12 @@ def test_servers_tell_the_staleness_of_all(workers):
     for found in workers:
         assert sorted(found["all"]) == ["worker:0", "worker:1"]
         assert found["all"] == workers[0]["all"]
+
+
+@pytest.mark.multiprocess
+def test_layers_of_packages_that_need_all_rows_are_refused(workers):
+    for found in workers:
+        messages = found["layers"]
+        for message, name in zip(messages, ("hgq.Fixed", "bayesflow.St"), strict=True):
+            for part in (name, "'i/i'", "2 workers", "MultiWorkerMirroredStrategy"):
+                assert part in message

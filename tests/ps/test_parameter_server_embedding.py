@@ -5,6 +5,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from tests.ps.package_layers import build_package_layers
 
 import replicax as rx
 import replicax.testing
@@ -98,6 +99,7 @@ def one_worker():
         sgd,
         [keras.callbacks.LearningRateScheduler(halved)],
     )
+    found["layers"] = build_package_layers(strategy)
     return found
 
 
@@ -147,6 +149,11 @@ def test_rows_follow_a_learning_rate_that_a_callback_assigns(alone):
     )
     assert_equal(alone["callback"], expected)
     assert np.abs(alone["callback"]["last"] - alone["sgd"]["last"]).max() > 1e-4
+
+
+@pytest.mark.multiprocess
+def test_one_worker_may_have_layers_that_need_all_rows(alone):
+    assert alone["layers"] == []
 
 
 # A table that no worker could be meant to hold.

@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from tests.ps.jobs import Job, check_counts
+from tests.ps.jobs import Job, check_counts, make
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.multiprocess
@@ -79,10 +79,40 @@ def test_an_error_in_a_workers_script_ends_only_that_worker(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_in_the_chiefs_script_ends_the_job(tmp_path):
-    env = {"FAILING": "worker:0"}
+@pytest.mark.parametrize(
+    ("env", "code", "error"),
+    [
+        ({}, 1, "ArithmeticError: a mistake in the script"),
+        ({"EXIT_CODE": "3"}, 3, "worker:0 (the chief) failed: SystemExit: 3"),
+    ],
+)
+def test_an_error_or_exit_in_the_chiefs_script_ends_the_job(tmp_path, env, code, error):
+    env = {"FAILING": "worker:0", **env}
     with Job(tmp_path, options={}, hook="fail", env=env) as cluster:
         results = cluster.ended(45)
-    assert results.exit_codes == {"worker:0": 1, "worker:1": 138, "ps:0": 1, "ps:1": 1}
+    assert results.exit_codes == {
+        "worker:0": code,
+        "worker:1": 138,
+        "ps:0": 1,
+        "ps:1": 1,
+    }
     for name in ("worker:1", "ps:0", "ps:1"):
-        assert "ArithmeticError: a mistake in the script" in results[name].output
+        assert error in results[name].output
+
+
+def leave_early(options):
+    """The chief's script is over where the others still wait for its word."""
+    strategy = make(options)
+    if not strategy.is_chief:
+        strategy.session.get("a word", "its word")
+
+
+@pytest.mark.slow
+def test_a_chief_whose_script_has_ended_is_not_waited_for(tmp_path):
+    options = {"timeouts": {"step": 600}}
+    with Job(tmp_path, leave_early, options=options) as cluster:
+        results = cluster.ended(45)
+    assert results.exit_codes == {"worker:0": 0, "worker:1": 138, "ps:0": 0, "ps:1": 0}
+    assert "has ended its script, and did not come to its word" in (
+        results["worker:1"].output
+    )

@@ -339,3 +339,15 @@ def test_values_assigned_at_the_start_of_an_epoch_are_used(others):
 def test_each_worker_trains_on_its_own_files(others):
     found, _ = equal_outcome(others, "datasets_from_a_function")
     assert not any(found["history"]["more"])
+
+
+@pytest.mark.slow
+def test_steps_that_are_assigned_and_states_that_others_would_need(others):
+    found, _ = equal_outcome(others, "assigned_steps_and_states")
+    steps, moved = zip(*found["trained"], strict=True)
+    assert steps == (104, 4, 64, 11)
+    assert [m > 0.001 for m in moved] == [False, True, False, True]
+    assert "layer 'gru' of model" in found["refused"]
+    assert "Use one worker" in found["refused"]
+    assert "SwapEMAWeights swaps weights" in found["swaps"]
+    assert found["after"] == (104, 0.0)
