@@ -1,13 +1,8 @@
-"""Reads switches from environment variables, and the number of usable cores."""
+"""The number of cores that this process may use."""
 
 import os
 
-__all__ = ["is_off", "usable_cores"]
-
-
-def is_off(switch: str) -> bool:
-    """Whether an environment variable is `off`, `0` or `false`."""
-    return os.environ.get(switch, "").strip().lower() in ("off", "0", "false")
+__all__ = ["usable_cores"]
 
 
 def usable_cores() -> int:

@@ -16,7 +16,6 @@ __all__ = [
     "FailedWrites",
     "caches_folder",
     "complete_folder",
-    "free_bytes",
     "leftovers",
     "part_of",
     "publish",
@@ -182,15 +181,10 @@ def why_not_written(error: BaseException, folder: Path, needs: str) -> str:
     """
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return reason(error)
-    free = free_bytes(folder)
-    return f"{os.strerror(error.errno)}: {needs}, and {folder} has {free:,} bytes free"
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes of a folder, or of the place where it would be created."""
     path = folder.absolute()
     existing = next(p for p in (path, *path.parents) if p.is_dir())
-    return shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing).free
+    return f"{os.strerror(error.errno)}: {needs}, and {folder} has {free:,} bytes free"
 
 
 def reason(error: BaseException) -> str:

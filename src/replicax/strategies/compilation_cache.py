@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from replicax._util.environment import is_off, usable_cores
+from replicax._util.environment import usable_cores
 from replicax._util.files import caches_folder
 
 __all__ = ["turn_on"]
@@ -34,10 +34,10 @@ def turn_on(platform: str) -> Path | None:
     Returns the folder; None if JAX's cache stays as it is.
     """
     folder_name = os.environ.get(_SWITCH, "").strip()
+    if folder_name.lower() in ("off", "0", "false") or _is_settled_by_user():
+        return None
     if folder_name.lower() in ("on", "1", "true"):
         folder_name = ""
-    if is_off(_SWITCH) or _is_settled_by_user():
-        return None
     if not folder_name and platform not in _SAFE_PLATFORMS:
         return None
     # With GPUs, processes share the tuning of a program: a process that loads it from

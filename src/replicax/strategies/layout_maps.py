@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from replicax._util.arguments import matching_expression
 from replicax._util.types import PyTree
 from replicax.engine.layouts import FEWEST_ELEMENTS
+from replicax.jax_loops.placement import MatchedRule
 
 __all__ = [
     "ATTENTION",
@@ -51,7 +52,6 @@ TRANSFORMER: Mapping[str, tuple[str | None, ...]] = {**DENSE, **ATTENTION, **EMB
 """Stacks of attention and dense layers."""
 
 Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
-MatchedRule = Callable[[str, tuple[int, ...]], PartitionSpec | None]
 
 
 def rule(layout_map: object, num_devices: int, caller: str) -> Rule:

@@ -53,6 +53,18 @@ Agreement = Callable[[Program, Sequence[jax.Array], Sequence[ArrayLike]], None]
 _LARGE_BYTES = 2**18
 """Smaller arguments, such as a learning rate or a table, need not be sharded."""
 
+_REPLICATED = (
+    "Strategy.run: an argument %s%s is replicated on each device: %s shards Keras "
+    "variables, but not the arguments of run. To shard a pytree of parameters, place "
+    "it with strategy.shard, and call your own jax.jit in place of run."
+)
+_SHARDED = (
+    "Strategy.run: an argument %s%s is sharded (%s). Every replica gets the whole "
+    "array. If it is a batch, pass each replica its rows: use "
+    "strategy.experimental_distribute_dataset, or "
+    "rx.PerReplica(x.reshape(num_replicas, -1, *x.shape[1:]))."
+)
+
 _CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
 
 
@@ -82,8 +94,11 @@ class ProgramRunner:
         self._agree = agree
         self._check_every = check_every
         self._num_steps = 0
-        self._has_warned_of_sharded = False
-        self._has_warned_of_replicated = False
+        layouts = group.layouts
+        self._shards_variables = group.mesh.size > 1 and (
+            layouts.split_weights or layouts.of_path is not None
+        )
+        self._warnings = set[str]()
         # Every step compares the arrays' shardings with these objects.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
 
@@ -269,8 +284,9 @@ class ProgramRunner:
             kind is Kind.MIRRORED
             and isinstance(array, jax.Array | np.ndarray)
             and array.nbytes >= _LARGE_BYTES
+            and self._shards_variables
         ):
-            self._warn_of_replicated(array)
+            self._warn_once(_REPLICATED, array, type(self._strategy).__name__)
         if kind is Kind.PER_REPLICA:
             combine.require_all_replicas(
                 PerReplica(array), self.group.num_replicas, "run"
@@ -287,7 +303,7 @@ class ProgramRunner:
             return device_put.rows(self.group.local_part(array), wanted)
         if kind is Kind.MIRRORED:
             if array.sharding != wanted and not array.is_fully_replicated:
-                self._warn_of_sharded(array)
+                self._warn_once(_SHARDED, array, array.sharding)
             return device_put.unaliased(array, wanted)
         if array.sharding == wanted:
             return array
@@ -295,35 +311,12 @@ class ProgramRunner:
             return device_put.resharded(array, wanted)
         return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
 
-    def _warn_of_replicated(self, array: jax.Array | np.ndarray) -> None:
-        """Warn once of a large argument that the strategy does not shard."""
-        layouts = self.group.layouts
-        shards = layouts.split_weights or layouts.of_path is not None
-        if shards and self.group.mesh.size > 1 and not self._has_warned_of_replicated:
-            self._has_warned_of_replicated = True
-            _logger.warning(
-                "Strategy.run: an argument %s%s is replicated on each device: %s "
-                "shards Keras variables, but not the arguments of run. To shard a "
-                "pytree of parameters, place it with strategy.shard, and call your own "
-                "jax.jit in place of run.",
-                array.dtype,
-                list(array.shape),
-                type(self._strategy).__name__,
-            )
-
-    def _warn_of_sharded(self, array: jax.Array) -> None:
-        """Warn once that a sharded argument goes whole to every replica."""
-        if not self._has_warned_of_sharded:
-            self._has_warned_of_sharded = True
-            _logger.warning(
-                "Strategy.run: an argument %s%s is sharded (%s). Every replica gets "
-                "the whole array. If it is a batch, pass each replica its rows: use "
-                "strategy.experimental_distribute_dataset, or "
-                "rx.PerReplica(x.reshape(num_replicas, -1, *x.shape[1:])).",
-                array.dtype,
-                list(array.shape),
-                array.sharding,
-            )
+    def _warn_once(
+        self, message: str, array: jax.Array | np.ndarray, detail: object
+    ) -> None:
+        if message not in self._warnings:
+            self._warnings.add(message)
+            _logger.warning(message, array.dtype, list(array.shape), detail)
 
 
 @functools.lru_cache(maxsize=256)
