@@ -1,6 +1,5 @@
 """A worker's side: lost servers, silent ones, and servers that come back."""
 
-import contextlib
 import socket
 import threading
 import time
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from tests.ps.addresses import free_address
 
-from replicax._util.watchdog import Watchdog
 from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
@@ -217,26 +215,6 @@ def test_an_ipv6_address():
 def test_an_address_that_is_none():
     with pytest.raises(ValueError, match="'ps0' is not a server's address: it has no"):
         connect("ps0")
-
-
-def test_the_watchdog_lets_progress_go_on_and_cancels_without():
-    cancelled = threading.Event()
-    with contextlib.closing(Watchdog("replicax-test")) as watchdog:
-        with watchdog.watch(0.3, cancelled.set) as progress:
-            for _ in range(6):
-                time.sleep(0.1)
-                progress()
-        assert not cancelled.is_set()
-        began = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"nothing came for 0\.1 s"):
-            blocks_until(watchdog, cancelled)
-        assert time.monotonic() - began < 5
-
-
-def blocks_until(watchdog, cancelled):
-    with watchdog.watch(0.1, cancelled.set):
-        assert cancelled.wait(10)
-        raise OSError("cancelled")
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
