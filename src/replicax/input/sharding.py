@@ -61,6 +61,9 @@ class FileDataset:
         dataset_fn: Gets a list of some files and returns a dataset of global batches
             that `experimental_distribute_dataset` accepts.
 
+    Raises:
+        TypeError: If `files` is a single path.
+
     Example:
         >>> dataset = FileDataset(["a.npy", "b.npy"], lambda files: [len(files)])
         >>> dataset()
@@ -72,6 +75,11 @@ class FileDataset:
         files: Sequence[str | os.PathLike[str]],
         dataset_fn: Callable[[Sequence[str | os.PathLike[str]]], Dataset],
     ) -> None:
+        if isinstance(files, str | bytes | os.PathLike):
+            raise TypeError(
+                f"FileDataset: files must be a list of paths; got {files!r}. Write "
+                f"[{files!r}]."
+            )
         self.files = list(files)
         self._dataset_fn = dataset_fn
 
