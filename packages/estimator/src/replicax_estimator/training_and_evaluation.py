@@ -190,7 +190,7 @@ class _Evaluations(CheckpointSaverListener):
         path, is_final = None, False
         while not is_final and (checkpoint := watch.next()) is not None:
             path, contents = os.fspath(checkpoint[0]), checkpoint[1]
-            step = int(contents.arrays["global_step"])
+            step = int(contents.arrays["global_step"].read())
             is_final = watch.is_at_end or (
                 self._max_steps is not None and step >= self._max_steps
             )
