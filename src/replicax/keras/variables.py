@@ -137,7 +137,7 @@ class _StrategyMixin(PlacedVariable):
         return new
 
     def _placed_copy(self, value: PyTree) -> PyTree:
-        """A copy of a value; each device gets only its shard of a host array."""
+        """Copy a value to the variable's devices, of a host array only their shards."""
         old, layout = own_value(self), layout_of(self)
         if type(value) in (int, float) and stored_dtype(self) == "float32":
             value = np.float32(value)
