@@ -2,10 +2,6 @@
 
 import functools
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,7 +271,7 @@ def test_fit_continues_before_a_damaged_backup(tmp_path):
     expected = uninterrupted(arrays)
     with pytest.raises(InterruptedError):
         outcome(arrays, [BackupAndRestore(tmp_path / "b", 2), Interrupt(12)])
-    background.finish(tmp_path / "b")
+    background.finish()
     newest = tmp_path / "b" / "backup-12"
     (newest / "manifest.json").write_bytes(b"")
     actual = outcome(arrays, [BackupAndRestore(tmp_path / "b", 2)])
@@ -305,82 +301,3 @@ def test_a_failed_last_save_is_an_error(tmp_path, caplog):
             arrays, [BackupAndRestore(tmp_path / "file" / "b", delete_checkpoint=False)]
         )
     assert "backup-7: could not be written" in caplog.text
-
-
-_SCRIPT = """
-import sys, time
-import keras, numpy as np
-import replicax as rx
-
-class Slowly(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        print("step", flush=True)
-        time.sleep(float(sys.argv[2]))
-
-keras.utils.set_random_seed(3)
-x = np.random.normal(size=(64, 4)).astype("float32")
-model = keras.Sequential(
-    [keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
-)
-model.compile("adam", "mse")
-backup = rx.BackupAndRestore(sys.argv[1], int(sys.argv[3]) or False)
-history = model.fit(
-    x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=[backup, Slowly()]
-)
-print(model.get_weights()[0].tolist(), history.history)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("stop", "save_freq"),
-    [(signal.SIGTERM, 0), pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow)],
-)
-def test_a_signal_then_a_restart_ends_equal(tmp_path, stop, save_freq):
-    def start(seconds_a_step: float) -> subprocess.Popen[str]:
-        folder = str(tmp_path / "b")
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                _SCRIPT,
-                folder,
-                str(seconds_a_step),
-                str(save_freq),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=dict(os.environ),
-        )
-
-    def finish(child: subprocess.Popen[str]) -> tuple[str, str]:
-        try:
-            return child.communicate(timeout=120)
-        finally:
-            child.kill()
-
-    child = start(0)
-    out, errors = finish(child)
-    assert child.returncode == 0, errors
-    expected = out.splitlines()[-1]
-    assert not (tmp_path / "b").exists()
-
-    child = start(0.2)
-    assert child.stdout is not None
-    for _ in range(11):
-        assert child.stdout.readline() == "step\n"
-    time.sleep(0.05)
-    child.send_signal(stop)
-    out, errors = finish(child)
-    if stop == signal.SIGTERM:
-        assert child.returncode == 138
-        assert "told to stop; training is saved after step 12 in" in errors
-    else:
-        assert child.returncode == -signal.SIGKILL
-    out, errors = finish(start(0))
-    assert "fit: continues in epoch 2, step" in errors
-    assert out.splitlines()[-1] == expected
-    if stop == signal.SIGTERM:
-        assert out.count("step\n") == 4 * 8 - 12

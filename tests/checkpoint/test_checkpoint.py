@@ -315,7 +315,7 @@ def test_the_error_lists_all_mismatches_and_nothing_is_restored(tmp_path):
     message = str(caught.value)
     assert "model/dense/kernel" in message
     assert "float32[4, 3] saved, float32[4, 5] here" in message
-    assert "n (n): a plain value saved, float64[1] here" in message
+    assert "n: a plain value saved, float64[1] here" in message
     assert "float64[2] saved, float16[2] here" in message
     assert "not in the checkpoint: y" in message
     assert_equal(values(other), before)

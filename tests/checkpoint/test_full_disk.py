@@ -56,7 +56,7 @@ def arrays(count: int, size: int = 25_000) -> dict[str, np.ndarray]:
 
 def contents(count: int, step: int) -> Contents:
     shards = {name: ShardedArray.of(x) for name, x in arrays(count).items()}
-    return Contents(arrays=shards, values={"step": step}, labels={})
+    return Contents(arrays=shards, values={"step": step})
 
 
 def test_the_error_names_the_folder_and_the_room(disk: Path, capfd) -> None:

@@ -27,7 +27,6 @@ total = sum(x.nbytes for x in saved.values())
 contents = storage.Contents(
     arrays={name: storage.ShardedArray.of(x) for name, x in saved.items()},
     values={},
-    labels={},
 )
 print(peak_of(lambda: storage.write(folder / "large", contents)))
 found = {}

@@ -117,7 +117,7 @@ def test_any_part_of_an_array_is_read(
     ]
     array = ShardedArray(shape, whole.dtype, shards)
     path = tmp_path_factory.mktemp("parts") / "c"
-    storage.write(path, Contents(arrays={"x": array}, values={}, labels={}))
+    storage.write(path, Contents(arrays={"x": array}, values={}))
     saved = storage.read(path).arrays["x"]
     index = tuple(
         slice(*sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))))
@@ -131,7 +131,7 @@ def test_any_part_of_an_array_is_read(
 def test_a_read_touches_only_its_rows(tmp_path: Path) -> None:
     whole = np.arange(4000.0).reshape(1000, 4)
     arrays = {"x": ShardedArray.of(whole)}
-    storage.write(tmp_path / "c", Contents(arrays=arrays, values={}, labels={}))
+    storage.write(tmp_path / "c", Contents(arrays=arrays, values={}))
     saved = storage.read(tmp_path / "c").arrays["x"]
     with (tmp_path / "c" / "arrays-0.bin").open("r+b") as file:
         file.truncate(16_000)

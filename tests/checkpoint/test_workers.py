@@ -66,8 +66,10 @@ def fit(
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
+    # A process that gets SIGTERM saves; a killed one needs backups.
+    save_freq = False if victim is not None and number == signal.SIGTERM else 4
     callbacks: list[Any] = [
-        rx.BackupAndRestore(folder, save_freq=4, delete_checkpoint=False)
+        rx.BackupAndRestore(folder, save_freq, delete_checkpoint=False)
     ]
     first = os.environ.get("REPLICAX_ATTEMPT", "0") == "0"
     if victim is not None and first:

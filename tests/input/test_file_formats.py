@@ -1,4 +1,4 @@
-"""All formats of files: shuffled, sharded and resumed alike."""
+"""All formats of files: shuffled and sharded alike."""
 
 import pickle
 import struct
@@ -7,7 +7,6 @@ import wave
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -91,7 +90,6 @@ FORMATS = {
     function.__name__: function
     for function in (tf_records, text_lines, csv, parquet, image_folder, audio_folder)
 }
-formats = pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
 
 
 def rows(strategy: rx.Strategy, batches: Any) -> list[int]:
@@ -104,16 +102,11 @@ def rows(strategy: rx.Strategy, batches: Any) -> list[int]:
     ]
 
 
-def mirrored(num_replicas: int) -> rx.Strategy:
-    return rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-
-
-@formats
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_each_epoch_has_every_row_once_in_its_order(make, num_replicas, tmp_path):
+@pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
+def test_each_epoch_has_every_row_once_in_its_order(make, tmp_path):
     dataset = make(tmp_path)
     assert [int(row) for row in dataset] == list(range(NUM_ROWS))
-    strategy = mirrored(num_replicas)
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(3)])
     shuffled = dataset.shuffle(seed=0)
     data = strategy.experimental_distribute_dataset(shuffled.batch(5))
     epochs = [rows(strategy, data) for _ in range(3)]
@@ -121,23 +114,6 @@ def test_each_epoch_has_every_row_once_in_its_order(make, num_replicas, tmp_path
     assert epochs == expected.tolist()
     assert len(set(map(tuple, epochs))) == 3
     assert all(sorted(epoch) == list(range(NUM_ROWS)) for epoch in epochs)
-
-
-@formats
-def test_an_epoch_is_resumed_after_its_first_batch(make, tmp_path):
-    dataset = make(tmp_path).shuffle(seed=1).batch(4)
-    strategy = mirrored(2)
-    data = strategy.experimental_distribute_dataset(dataset)
-    rows(strategy, data)
-    iterator = iter(data)
-    next(iterator)
-    saved = rx.Checkpoint(iterator=iterator).save(tmp_path / "saved")
-    expected = rows(strategy, iterator) + rows(strategy, data)
-    data = mirrored(1).experimental_distribute_dataset(dataset)
-    iterator = iter(data)
-    rx.Checkpoint(iterator=iterator).restore(saved)
-    assert rows(strategy, iterator) + rows(strategy, data) == expected
-    assert len(expected) == 2 * NUM_ROWS - 4
 
 
 def sources(folder: Path) -> dict[str, Any]:
@@ -154,35 +130,6 @@ def test_sources_go_to_worker_processes(tmp_path):
         (source,) = parents_of(dataset)
         copied = pickle.loads(pickle.dumps(source))
         np.testing.assert_equal(copied[NUM_ROWS - 1], source[NUM_ROWS - 1], name)
-
-
-class Interrupt(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == 1:
-            raise InterruptedError
-
-
-@pytest.mark.parametrize("make", [tf_records, csv])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_fit_that_a_backup_continues_in_an_epoch(make, num_replicas, tmp_path):
-    rows = make(tmp_path).map(lambda n: (np.float32([n, 1]), np.float32([n])))
-
-    def weights(*callbacks: Any) -> list[np.ndarray]:
-        dataset = rows.shuffle(seed=2).batch(4)
-        keras.utils.set_random_seed(0)
-        with mirrored(num_replicas).scope():
-            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-            model.compile("adam", "mse")
-        model.fit(dataset, epochs=2, verbose=0, callbacks=list(callbacks))
-        return model.get_weights()
-
-    expected = weights()
-    backup = tmp_path / "backup"
-    with pytest.raises(InterruptedError):
-        weights(rx.BackupAndRestore(backup, save_freq=1), Interrupt())
-    actual = weights(rx.BackupAndRestore(backup, save_freq=1))
-    for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(a, e)
 
 
 def shards() -> dict[str, list[list[int]]]:

@@ -140,14 +140,6 @@ def test_close_ends_the_stream_and_closes_the_source(depth, num_read_before):
     wait_until(lambda: source.num_closed or depth == num_read_before == 0)
 
 
-def test_consumer_in_a_reference_cycle_ends_the_thread():
-    owner = Cycle(prefetch(Source, 2))
-    assert next(owner.iterator) == 0
-    del owner
-    gc.collect()
-    wait_until(lambda: not producers())
-
-
 def test_collection_in_the_producer_thread_does_not_deadlock():
     # Each item collects garbage, with the consumers in it.
     def source():

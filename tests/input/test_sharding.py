@@ -121,7 +121,15 @@ def shards():
             ),
         )
 
+    decoded = []
+
+    def decode(x):
+        decoded.append(x)
+        return x
+
+    source = grain.MapDataset.source(X).map(decode)
     same = {
+        "Grain, of single rows": distributed(source.batch(8)),
         "arrays": distributed(X, batch_size=8),
         "generator": distributed(generator),
         "PyDataset": distributed(Batches()),
@@ -137,6 +145,7 @@ def shards():
             strategy, strategy.distribute_datasets_from_function(from_context)
         ),
     }
+    num_decoded = len(decoded)
     off = distributed([X[:8] + 100 * index], AutoShardPolicy.OFF)
     padded = strategy.experimental_distribute_dataset(
         X[:14], batch_size=8, remainder="pad"
@@ -145,6 +154,11 @@ def shards():
         "same": same,
         "own": own,
         "off": off,
+        "ragged": [
+            distributed(X[:14], batch_size=8),
+            distributed(source[:14].batch(8)),
+        ],
+        "num_decoded": num_decoded,
         "masks": [steps_of(strategy, [mask]) for _, mask in padded],
         "contexts": contexts,
         "logged": log.messages,
@@ -167,6 +181,14 @@ def test_kinds_of_datasets_of_one_worker(workers):
         expected = X.reshape(6, 2, 2, 2)[:, index].tolist()
         for kind, steps in result["same"].items():
             assert steps == expected, kind
+
+
+@pytest.mark.multiprocess
+def test_a_worker_decodes_only_its_rows_after_the_first_batch(workers):
+    for result in workers:
+        assert result["num_decoded"] == 8 + 5 * 4
+        of_arrays, of_grain = result["ragged"]
+        assert of_grain == of_arrays
 
 
 @pytest.mark.multiprocess

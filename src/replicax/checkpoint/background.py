@@ -1,12 +1,10 @@
 """Asynchronous saves: a thread writes during training; process exit waits for it."""
 
 import atexit
-import concurrent.futures
 import functools
-import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,33 +14,13 @@ from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.errors import CheckpointError
 
-__all__ = ["BackgroundSave", "finish", "remove", "write"]
+__all__ = ["error_of", "finish", "save", "write"]
 
-_logger = logging.getLogger("replicax")
+_thread = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
+"""A single thread: all workers write the same save at the same time."""
 
-_unread: set["BackgroundSave"] = set()
-"""Saves whose `error` was not called: process exit reports their errors."""
-
-_last: Future[None] | None = None
-
-
-def _submit(call: Callable[[], None]) -> Future[None]:
-    """Call a function in a thread, after earlier calls; process exit waits for it.
-
-    Calls run in the order of the saves, so all workers write the same save together.
-    """
-    global _last
-    executor = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
-    earlier = [] if _last is None else [_last]
-
-    def call_in_order() -> None:
-        concurrent.futures.wait(earlier)
-        earlier.clear()
-        call()
-
-    _last = executor.submit(call_in_order)
-    executor.shutdown(wait=False)
-    return _last
+_unread: set[Future[None]] = set()
+"""Saves without a call of `error_of`: process exit reports their errors."""
 
 
 def write(path: Path, contents: Contents) -> None:
@@ -50,74 +28,56 @@ def write(path: Path, contents: Contents) -> None:
     if contents.is_shared:
         # An exchange in the script's thread detects workers that do not save.
         workers.current().exchange("replicax.checkpoint.write", None)
-        _submit(functools.partial(storage.write, path, contents)).result()
+        _thread.submit(functools.partial(storage.write, path, contents)).result()
     else:
         storage.write(path, contents)
 
 
-class BackgroundSave:
-    """A write of one checkpoint by the thread; `contents` must not change meanwhile.
+def save(
+    path: Path,
+    contents: Contents,
+    partial: Sequence[Path],
+    outdated: Sequence[Path],
+    failed: FailedWrites,
+) -> Future[None]:
+    """Write a checkpoint in the thread; `contents` must not change meanwhile.
 
     Before the write the thread deletes the `partial` folders of incomplete saves, to
     make room, and after the write the `outdated` checkpoints.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        contents: Contents,
-        partial: Sequence[Path],
-        outdated: Sequence[Path],
-        failed: FailedWrites,
-    ) -> None:
-        self.path = path
-
-        def save() -> None:
-            remove(partial)
-            try:
-                storage.write(path, contents)
-            except CheckpointError as error:
-                if workers.current().is_chief:
-                    failed.add(str(error))
-                raise
-            failed.reset(f"checkpoint {path}")
-            remove(outdated)
-
-        self._future = _submit(save)
-        # Set `_future` before this: process exit waits for it.
-        _unread.add(self)
-
-    def error(self) -> str | None:
-        """Wait and return the error; afterwards process exit does not report it."""
-        problem = self.wait()
-        _unread.discard(self)
-        if problem is None or isinstance(problem, CheckpointError):
-            return None if problem is None else str(problem)
-        raise problem
-
-    def wait(self) -> BaseException | None:
-        """Wait until the write has ended; return the error or None."""
-        return self._future.exception()
-
-
-def finish(folder: Path) -> None:
-    """Wait for all saves in a folder, also those of other managers."""
-    for save in list(_unread):
-        if save.path.parent.absolute() == folder.absolute():
-            save.wait()
-
-
-def remove(paths: Sequence[Path]) -> None:
-    """Delete checkpoints and temporary folders; log those that cannot be deleted."""
-    for path in paths:
+    def write_and_remove() -> None:
+        storage.remove(partial)
         try:
-            storage.remove(path)
-        except CheckpointError as error:  # The folder only wastes space.
-            _logger.warning("%s", error)
+            storage.write(path, contents)
+        except CheckpointError as error:
+            if workers.current().is_chief:
+                failed.add(str(error))
+            raise
+        failed.reset(f"checkpoint {path}")
+        storage.remove(outdated)
+
+    future = _thread.submit(write_and_remove)
+    _unread.add(future)
+    return future
+
+
+def error_of(save: Future[None]) -> str | None:
+    """Wait for a save and return its error; process exit then does not report it."""
+    problem = save.exception()
+    _unread.discard(save)
+    if problem is None or isinstance(problem, CheckpointError):
+        return None if problem is None else str(problem)
+    raise problem
+
+
+def finish() -> None:
+    """Wait until all saves have ended."""
+    _thread.submit(lambda: None).result()
 
 
 def _report_lost_saves() -> None:
-    lost = [str(problem) for save in list(_unread) if (problem := save.wait())]
+    lost = [str(problem) for save in _unread if (problem := save.exception())]
     if not lost:
         return
     print(

@@ -12,7 +12,7 @@ import keras
 
 from replicax._private import keras as internals
 from replicax._util.arguments import require_path
-from replicax._util.types import JSON, JSONObject, PyTree
+from replicax._util.types import JSONObject, PyTree
 from replicax.checkpoint import background, storage
 from replicax.checkpoint.arrays import ShardedArray
 from replicax.checkpoint.entries import (
@@ -22,15 +22,13 @@ from replicax.checkpoint.entries import (
     UnbuiltEntries,
     ValueEntry,
     bind,
-    same_state,
     to_host,
 )
-from replicax.checkpoint.restore import RestoreStatus, compare, set_arrays
+from replicax.checkpoint.restore import RestoreStatus, compare, restore_entries
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
-from replicax.errors import CheckpointError
 
 __all__ = ["Checkpoint"]
 
@@ -175,11 +173,7 @@ class Checkpoint:
                     entry.name + name: ShardedArray.of(array)
                     for name, array in entry.read().items()
                 }
-        contents = Contents(
-            arrays=copies,
-            values=values,
-            labels={entry.name: entry.label for entry in arrays},
-        )
+        contents = Contents(arrays=copies, values=values)
         if contents.is_shared and worker.log is not None:
             worker.log.note(Operation("a save of sharded arrays", b"save;"))
         return contents if worker.is_chief or contents.is_shared else None
@@ -189,15 +183,9 @@ class Checkpoint:
         _build_optimizers(self._objects())
         entries, restored = self._bind()
         status = compare(entries, contents, path)
-        worker = workers.current()
-        set_arrays(entries, contents)
+        restore_entries(entries, contents)
         for entry in entries:
-            if isinstance(entry, ValueEntry) and entry.name in contents.values:
-                saved = contents.values[entry.name]
-                if entry.of_worker:
-                    saved = _state_of_worker(worker, entry, saved)
-                entry.write(saved)
-            elif isinstance(entry, UnbuiltEntries):
+            if isinstance(entry, UnbuiltEntries):
                 late = functools.partial(
                     self._apply_late, entry.name, contents, path, status
                 )
@@ -214,7 +202,8 @@ class Checkpoint:
             _build_optimizers(self._objects())
         entries, _ = self._bind()
         status.update(compare(entries, contents, path))
-        set_arrays((x for x in entries if x.name.startswith(prefix)), contents)
+        built = [entry for entry in entries if entry.name.startswith(prefix)]
+        restore_entries(built, contents)
 
     def _objects(self) -> dict[str, PyTree]:
         return {name: getattr(self, name) for name in self._names}
@@ -254,26 +243,13 @@ class Checkpoint:
 
 def _worker_values(worker: Workers, entries: Iterable[Entry]) -> JSONObject:
     """Collect the values; an iterator's value is the list of all workers' states."""
-    values = {s.name: s.read() for s in entries if isinstance(s, ValueEntry)}
-    own = {s.name for s in entries if isinstance(s, ValueEntry) and s.of_worker}
+    values_of = [entry for entry in entries if isinstance(entry, ValueEntry)]
+    values = {entry.name: entry.read() for entry in values_of}
+    own = {entry.name: values[entry.name] for entry in values_of if entry.of_worker}
     if not own:
         return values
-    states = [{name: values[name] for name in own}]
-    if worker.count > 1:
-        states = worker.exchange("replicax.checkpoint.states", states[0])
+    states = worker.exchange("replicax.checkpoint.states", own)
     return values | {name: [state[name] for state in states] for name in own}
-
-
-def _state_of_worker(worker: Workers, entry: ValueEntry, saved: list[JSON]) -> JSON:
-    if len(saved) == worker.count:
-        return saved[worker.index]
-    if all(same_state(state, saved[0]) for state in saved[1:]):
-        return saved[0]
-    raise CheckpointError(
-        f"Checkpoint.restore: {len(saved)} workers saved {entry.name}, each with a "
-        f"state of its own, and there are {worker.count} workers now. Restore with "
-        f"{len(saved)} workers, or leave the object out of the checkpoint."
-    )
 
 
 def _build_optimizers(objects: Mapping[str, PyTree]) -> None:

@@ -5,7 +5,6 @@ An entry has functions to read and to write a part of an object.
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeAlias
 
@@ -33,7 +32,6 @@ __all__ = [
     "ValueEntry",
     "bind",
     "encode",
-    "same_state",
     "state_accessors",
     "to_host",
 ]
@@ -45,7 +43,6 @@ class ArrayEntry:
 
     Attributes:
         name: The array's name in the checkpoint.
-        label: The array's name in messages: a variable's path.
         shape: The required shape.
         dtype: The required dtype.
         read: Returns the array, on the devices or the host.
@@ -57,7 +54,6 @@ class ArrayEntry:
     """
 
     name: str
-    label: str
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray | jax.Array]
@@ -233,7 +229,6 @@ def _variable_entry(name: str, variable: keras.Variable) -> ArrayEntry:
 
     return ArrayEntry(
         name=name,
-        label=variable.path,
         shape=tuple(variable.shape),
         # JAX keeps 64-bit variables in 32 bits unless `jax_enable_x64` is on.
         dtype=str(jax.dtypes.canonicalize_dtype(variable.dtype)),
@@ -261,7 +256,6 @@ def _array_entry(
     is_scalar = isinstance(leaf, np.generic)
     return ArrayEntry(
         name=name,
-        label=name,
         shape=leaf.shape,
         dtype=str(leaf.dtype),
         read=lambda: np.asarray(leaf),
@@ -301,7 +295,6 @@ def _jax_entry(
 
     return ArrayEntry(
         name=name,
-        label=name,
         shape=leaf.shape,
         dtype=str(leaf.dtype),
         read=read,
@@ -412,8 +405,3 @@ def _base_container(value: PyTree, what: str) -> JSON:
         if isinstance(value, kind) and type(value) is not kind:
             return json_codec.encode(kind(value), what, _base_container)
     return None
-
-
-def same_state(a: JSON, b: JSON) -> bool:
-    """Whether two encoded states are equal; NaN equals NaN."""
-    return json.dumps(a) == json.dumps(b)

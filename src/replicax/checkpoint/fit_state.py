@@ -52,17 +52,11 @@ class FitState(Checkpoint):
         if any(name.startswith("seeds/") for name in contents.arrays):
             self.seeds = [internals.shared_seed_generator(make=True)]
         # Only the checkpoint knows how many weights each callback kept.
-        weights: dict[str, dict[int, np.ndarray]] = {}
+        self.best_weights = {}
         for name, array in contents.arrays.items():
             if name.startswith("best_weights/"):
-                _, callback, index = name.split("/")
-                weights.setdefault(callback, {})[int(index)] = np.empty(
-                    array.shape, array.dtype
-                )
-        self.best_weights = {
-            callback: [arrays[i] for i in range(len(arrays))]
-            for callback, arrays in weights.items()
-        }
+                weights = self.best_weights.setdefault(name.split("/")[1], [])
+                weights.append(np.empty(array.shape, array.dtype))
         status = super().apply(contents, path)
         status.assert_consumed()
         return status
@@ -73,12 +67,11 @@ def capture_callbacks(
 ) -> tuple[list[CallbackState], dict[str, list[np.ndarray]]]:
     """Return the callbacks' states, and the best weights by the callback's index."""
     best_weights = {
-        str(i): getattr(callback, "best_weights", None)
+        str(i): weights
         for i, callback in enumerate(callbacks)
+        if (weights := getattr(callback, "best_weights", None)) is not None
     }
-    return [_state_of(callback) for callback in callbacks], {
-        i: weights for i, weights in best_weights.items() if weights is not None
-    }
+    return [_state_of(callback) for callback in callbacks], best_weights
 
 
 def restore_callbacks(
@@ -132,22 +125,9 @@ def _state_of(callback: keras.callbacks.Callback) -> CallbackState:
     state: CallbackState = {
         "class": type(callback).__name__,
         "attributes": {
-            name: _plain(getattr(callback, name))
-            for name in names
-            if hasattr(callback, name)
+            name: getattr(callback, name) for name in names if hasattr(callback, name)
         },
     }
     if accessors := state_accessors(callback):
         state["own"] = accessors[0]()
     return state
-
-
-def _plain(value: PyTree) -> PyTree:
-    """Convert arrays and variables in a callback's state to NumPy arrays."""
-    if isinstance(value, dict):
-        return {key: _plain(x) for key, x in value.items()}
-    if isinstance(value, list):
-        return [_plain(x) for x in value]
-    if isinstance(value, str | int | float | bool | None):
-        return value
-    return keras.ops.convert_to_numpy(value)

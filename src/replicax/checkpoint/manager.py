@@ -6,12 +6,12 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from replicax._util.arguments import require_count, require_path
 from replicax._util.files import FailedWrites, leftovers, write_whole
 from replicax.checkpoint import background, storage
-from replicax.checkpoint.background import BackgroundSave
 from replicax.checkpoint.checkpoint import Checkpoint
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
@@ -83,13 +83,13 @@ class CheckpointManager:
         self._directory = Path(directory)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
-        self._names = rf"{re.escape(checkpoint_name)}-\d+"
+        self._pattern = rf"{re.escape(checkpoint_name)}-\d+"
         self._init_fn = init_fn
         self._worker = workers.current()
-        self._pending: BackgroundSave | Path | None = None
+        self._pending: tuple[Path, Future[None] | None] | None = None
         self._last_failure: str | None = None
         self._failed_writes = FailedWrites()
-        background.finish(self._directory)
+        background.finish()  # Another manager may save in this folder.
         paths = numbered_checkpoints(self._directory, checkpoint_name)
         if self._worker.count > 1:
             own = [os.fspath(self._directory.absolute()), [x.name for x in paths]]
@@ -143,20 +143,20 @@ class CheckpointManager:
         """
         self._await_save()
         self._checkpoint.save_counter += 1
-        number = checkpoint_number
-        number = self._checkpoint.save_counter if number is None else number
-        path = self._directory / f"{self._name}-{number}"
+        if checkpoint_number is None:
+            checkpoint_number = self._checkpoint.save_counter
+        path = self._directory / f"{self._name}-{checkpoint_number}"
         contents = self._checkpoint.contents()
-        if contents is None:
-            self._pending = path
-        else:
+        save = None
+        if contents is not None:
             partial, outdated = [], []
             if self._worker.is_chief:
                 _, outdated = self._split_outdated(path)
-                partial = leftovers(self._directory, self._names)
-            self._pending = BackgroundSave(
+                partial = leftovers(self._directory, self._pattern)
+            save = background.save(
                 path, contents, partial, outdated, self._failed_writes
             )
+        self._pending = path, save
         return os.fspath(path)
 
     def wait(self) -> None:
@@ -199,7 +199,7 @@ class CheckpointManager:
         self._await_save()
         if self._worker.is_chief:
             paths = numbered_checkpoints(self._directory, self._name)
-            background.remove([*leftovers(self._directory, self._names), *paths])
+            storage.remove([*leftovers(self._directory, self._pattern), *paths])
             with contextlib.suppress(OSError):
                 self._directory.rmdir()
         self._paths = []
@@ -240,7 +240,7 @@ class CheckpointManager:
             except CheckpointError as error:
                 problem = str(error)
             outcomes = self._worker.exchange(
-                "replicax.checkpoint.newest", problem, storage.TIMEOUT_SECONDS
+                "replicax.checkpoint.newest", problem, "checkpoint"
             )
             problem = next(filter(None, outcomes), None)
             if problem is None and contents is not None:
@@ -261,16 +261,12 @@ class CheckpointManager:
         """Wait for the save in progress; worker 0 sends its result to the others."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        is_writer = isinstance(pending, BackgroundSave)
-        path = pending.path if is_writer else pending
-        problem = pending.error() if is_writer else None
-        if self._worker.count > 1:
-            problem = self._worker.exchange(
-                "replicax.checkpoint.outcome", problem, storage.TIMEOUT_SECONDS
-            )[0]
-        self._last_failure = problem
-        if problem is None:
+        (path, save), self._pending = self._pending, None
+        problem = None if save is None else background.error_of(save)
+        self._last_failure = self._worker.exchange(
+            "replicax.checkpoint.outcome", problem, "checkpoint"
+        )[0]
+        if self._last_failure is None:
             self._paths, _ = self._split_outdated(path)
 
     def _split_outdated(self, path: Path) -> tuple[list[Path], list[Path]]:

@@ -1,10 +1,12 @@
 """Compares a checkpoint's names, shapes and dtypes with the objects to restore."""
 
+import json
 import logging
 from collections.abc import Iterable
 
 import numpy as np
 
+from replicax._util.types import JSON
 from replicax.checkpoint.entries import (
     ArrayEntry,
     Entry,
@@ -13,9 +15,10 @@ from replicax.checkpoint.entries import (
     ValueEntry,
 )
 from replicax.checkpoint.storage import Contents
+from replicax.cluster import workers
 from replicax.errors import CheckpointError
 
-__all__ = ["RestoreStatus", "compare", "set_arrays"]
+__all__ = ["RestoreStatus", "compare", "restore_entries"]
 
 _logger = logging.getLogger("replicax")
 
@@ -139,8 +142,7 @@ def compare(entries: Iterable[Entry], contents: Contents, path: str) -> RestoreS
             else "a plain value"
         )
         if has != wants and not _is_number(entry, contents):
-            label = contents.labels.get(name, name)
-            wrong.append(f"{name} ({label}): {has} saved, {wants} here")
+            wrong.append(f"{name}: {has} saved, {wants} here")
     if wrong or is_partial:
         problems = [f"of another shape or dtype: {'; '.join(wrong)}"] if wrong else []
         problems += _differences(missing, unused)
@@ -165,8 +167,8 @@ def _is_number(entry: ArrayEntry | ValueEntry, contents: Contents) -> bool:
     return isinstance(entry.read(), int | float)
 
 
-def set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
-    """Set the objects' arrays, also those on servers, to a checkpoint's."""
+def restore_entries(entries: Iterable[Entry], contents: Contents) -> None:
+    """Set the objects' arrays and values, also those on servers, to a checkpoint's."""
     arrays, values = contents.arrays, contents.values
     for entry in entries:
         if isinstance(entry, ArrayEntry):
@@ -178,10 +180,27 @@ def set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
         elif isinstance(entry, ValueEntry):
             if entry.name in arrays:
                 entry.write(arrays[entry.name].read().item())
+            elif entry.name in values:
+                saved = values[entry.name]
+                entry.write(_own_state(entry.name, saved) if entry.of_worker else saved)
         elif isinstance(entry, RemoteEntries):
             prefix = entry.name
             names = [name for name in arrays if name.startswith(prefix)]
             entry.write({x.removeprefix(prefix): arrays[x].read() for x in names})
+
+
+def _own_state(name: str, states: list[JSON]) -> JSON:
+    """Select this worker's state; any if all are equal, with NaN equal to NaN."""
+    worker = workers.current()
+    if len(states) == worker.count:
+        return states[worker.index]
+    if len(set(map(json.dumps, states))) == 1:
+        return states[0]
+    raise CheckpointError(
+        f"Checkpoint.restore: {len(states)} workers saved {name}, each with a state of "
+        f"its own, and there are {worker.count} workers now. Restore with "
+        f"{len(states)} workers, or leave the object out of the checkpoint."
+    )
 
 
 def _describe(shape: Iterable[int], dtype: object) -> str:

@@ -12,7 +12,7 @@ from replicax._util.arguments import require_count, require_path
 from replicax._util.types import PyTree
 from replicax.checkpoint.entries import bind
 from replicax.checkpoint.evaluation import CheckpointWatch
-from replicax.checkpoint.restore import compare, set_arrays
+from replicax.checkpoint.restore import compare, restore_entries
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.errors import CheckpointError
 
@@ -117,7 +117,7 @@ class SidecarEvaluator:
             # The checkpoint may have more than the model, such as the optimizer.
             status.assert_existing_objects_matched()
             try:
-                set_arrays(entries, contents)
+                restore_entries(entries, contents)
             except CheckpointError:
                 if path.exists():
                     raise

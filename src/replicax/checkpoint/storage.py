@@ -12,8 +12,9 @@ writes the manifest, calls fsync and renames the folder.
 import contextlib
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,17 +36,9 @@ from replicax.checkpoint.arrays import ShardedArray
 from replicax.cluster import workers
 from replicax.errors import CheckpointError, ClusterError
 
-__all__ = [
-    "TIMEOUT_SECONDS",
-    "Contents",
-    "ShardedArray",
-    "read",
-    "remove",
-    "write",
-]
+__all__ = ["Contents", "ShardedArray", "read", "remove", "write"]
 
-TIMEOUT_SECONDS = 1800.0
-"""The longest wait of workers for each other while they write or check files."""
+_logger = logging.getLogger("replicax")
 
 _FORMAT = FolderFormat(
     "checkpoint", "replicax-checkpoint", 2, "Use an earlier checkpoint."
@@ -61,16 +54,14 @@ class Contents:
     Attributes:
         arrays: Arrays by name.
         values: JSON values by name.
-        labels: Paths of variables by the names of their arrays, for messages.
     """
 
     arrays: Mapping[str, ShardedArray]
     values: JSONObject
-    labels: Mapping[str, str]
 
     @property
     def is_shared(self) -> bool:
-        """Whether workers other than the chief hold shards: then all workers write."""
+        """Whether other workers than the chief hold shards. Then all workers write."""
         return any(shard.worker for x in self.arrays.values() for shard in x.shards)
 
 
@@ -114,12 +105,8 @@ def _write(path: Path, contents: Contents) -> None:
         def publish_folder() -> None:
             if index:
                 return
-            manifest: JSONObject = {
-                "arrays": table,
-                "values": dict(contents.values),
-                "labels": dict(contents.labels),
-            }
-            _FORMAT.write_manifest(part, manifest, _checked(part, written))
+            manifest = {"arrays": table, "values": dict(contents.values)}
+            _FORMAT.write_manifest(part, manifest, _fingerprints(part, written))
             publish(part, path, replace=True)
 
         def call(name: str, step: Callable[[], T]) -> list[T]:
@@ -134,7 +121,9 @@ def _write(path: Path, contents: Contents) -> None:
         call("manifest", publish_folder)
 
 
-def _checked(folder: Path, written: Sequence[tuple[JSONObject, str]]) -> JSONObject:
+def _fingerprints(
+    folder: Path, written: Sequence[tuple[JSONObject, str]]
+) -> JSONObject:
     """Return the fingerprints of the workers' files.
 
     Raises a `CheckpointError` if a worker's arrays differ from those of the chief, or
@@ -164,7 +153,7 @@ def _on_all_workers(
     outcomes = worker.exchange(
         f"replicax.checkpoint.{name}",
         [result, problem],
-        TIMEOUT_SECONDS,
+        "checkpoint",
         what=f"the {name} of a checkpoint",
         in_order=False,
     )
@@ -203,19 +192,15 @@ def read(path: Path, share: tuple[int, int] = (0, 1)) -> Contents:
     return Contents(
         arrays=arrays.from_table(path, manifest["arrays"]),
         values=manifest["values"],
-        labels=manifest["labels"],
     )
 
 
-def remove(path: Path) -> None:
-    """Rename a checkpoint, then delete it, so that no process reads half of it.
-
-    Raises:
-        CheckpointError: If it cannot be deleted.
-    """
-    try:
-        remove_folder(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint {path}: could not be deleted: {reason(error)}."
-        ) from error
+def remove(paths: Iterable[Path]) -> None:
+    """Delete checkpoints and temporary folders; log those that cannot be deleted."""
+    for path in paths:
+        try:
+            remove_folder(path)
+        except OSError as error:  # The folder only wastes space.
+            _logger.warning(
+                "checkpoint %s: could not be deleted: %s.", path, reason(error)
+            )

@@ -28,7 +28,8 @@ class Timeouts:
         server: Until a lost parameter server is restarted.
         chief: Until a lost chief of `rx.ParameterServerStrategy`, or its last worker,
             is restarted.
-        checkpoint: Until the next checkpoint of the training that an evaluator follows.
+        checkpoint: Until all workers have written or read their files of a checkpoint.
+            Until the next checkpoint of the training that an evaluator follows.
 
     Raises:
         ValueError: If a value is not a positive, finite number.

@@ -98,7 +98,7 @@ class Workers:
         self,
         name: str,
         value: object,
-        timeout_seconds: float | None = None,
+        deadline: str = "startup",
         while_waiting: Callable[[Sequence[int]], None] | None = None,
         *,
         what: str | None = None,
@@ -114,7 +114,7 @@ class Workers:
             name: Key of the exchange. All workers exchange the same names in the same
                 order.
             value: Anything that JSON can hold.
-            timeout_seconds: Defaults to the start-up deadline.
+            deadline: The field of `Timeouts` that limits the wait.
             while_waiting: Called at each poll with the indices of the missing workers;
                 may raise.
             what: Description of the exchange in messages; defaults to `name`.
@@ -146,7 +146,7 @@ class Workers:
         try:
             folder = f"{keys}/{number}"
             watch.store.put(f"{folder}/{self.index}", json.dumps(value))
-            values = self._values_in(folder, watch, name, timeout_seconds, check)
+            values = self._values_in(folder, watch, name, deadline, check)
             if in_order:  # An error skips this: the script reports the error itself.
                 watch.me.is_waiting = False
             if number:
@@ -164,10 +164,10 @@ class Workers:
         folder: str,
         watch: Watch,
         name: str,
-        timeout_seconds: float | None,
+        deadline: str,
         check: Callable[[Sequence[int]], None],
     ) -> list[Any]:
-        timeout = timeout_seconds or self.timeouts.startup
+        timeout = getattr(self.timeouts, deadline)
         missing: list[int] = []
 
         def all_values() -> list[Any] | None:
@@ -179,11 +179,10 @@ class Workers:
             return None
 
         def late() -> NoReturn:
-            field = "startup" if timeout_seconds is None else "step"
             raise ClusterError(
                 f"{self.name}: {self._listed(missing)} did not come to {name} within "
                 f"{timeout:.0f} s. See what that worker prints, or give it more time "
-                f"(rx.Timeouts({field}=...)).",
+                f"(rx.Timeouts({deadline}=...)).",
                 culprit=self.names[missing[0]],
             )
 
@@ -245,7 +244,7 @@ class Workers:
         all_digests = self.exchange("program", digests, what=f"the agreement on {what}")
         for name, fact in facts.items():
             if len({worker.get(name) for worker in all_digests}) > 1:
-                values = self.exchange("difference", fact, timeout_seconds=10)
+                values = self.exchange("difference", fact)
                 other = next(i for i, value in enumerate(values) if value != values[0])
                 name, first, second = _difference(name, values[0], values[other])
                 raise ClusterMismatchError(

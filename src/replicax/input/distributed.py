@@ -12,11 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax._private.grain import with_own_rows
 from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax.engine.composites import is_key
 from replicax.engine.device_put import warn_of_wide_integers
 from replicax.input.context import per_replica
+from replicax.input.grain_datasets import ENDLESS
 from replicax.input.prefetch import DistributedIterator, Producer, prefetch
 from replicax.input.sharding import AutoShardPolicy, InputShard, worker_dataset
 from replicax.input.sources import (
@@ -65,6 +67,8 @@ class DistributedInput(ABC):
         num_devices = mesh.shape[_AXIS]
         self._num_replicas = num_devices if num_replicas is None else num_replicas
         self._num_local = self._num_replicas // self._shard.count
+        first = self._shard.index * self._num_local
+        self._local_replicas = slice(first, first + self._num_local)
         self._name = self._shard.new_stream(caller)
         self._num_epochs = 0
         self.iteration = 0
@@ -173,9 +177,7 @@ class DistributedInput(ABC):
         """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s device."""
         value = split.batch if split.mask is None else (split.batch, split.mask)
         if not self.is_local and self._shard.count > 1:  # The rows of all replicas.
-            start = self._shard.index * self._num_local
-            own = slice(start, start + self._num_local)
-            value = jax.tree.map(lambda x: x[own], value)
+            value = jax.tree.map(lambda x: x[self._local_replicas], value)
         if self._element_spec is None:
             self._element_spec = jax.tree.map(_spec, value)
         return per_replica(
@@ -297,6 +299,8 @@ class DistributedDataset(DistributedInput):
         dataset, is_own = self._dataset, self._is_own
         if shard is not self._shard:
             dataset, is_own = self._dataset_of(shard)
+        if not is_own and shard.count > 1:
+            dataset = with_own_rows(dataset, self._own_rows, ENDLESS)
         with closing(batches(dataset, self._batch_size, iteration)) as source:
             if is_own:
                 pieces = self._divided(self._pieces(source, shard), self._num_local)
@@ -308,6 +312,13 @@ class DistributedDataset(DistributedInput):
             number = count_batches(dataset, self._batch_size) if is_known else None
             common = shard.in_step(source, name=name, num_batches=number, size_of=_size)
             yield from self._divided(common, self._num_replicas)
+
+    def _own_rows(self, size: int) -> list[int]:
+        """The rows of a global batch that this worker's replicas compute on."""
+        if size < self._num_replicas:
+            return list(range(size))
+        rows = split_global_batch(np.arange(size), self._num_replicas, self._policy)
+        return np.unique(rows.batch[self._local_replicas]).tolist()
 
     def _divided(self, source: Iterable[PyTree], num_replicas: int) -> Generator[Split]:
         policy = self._policy

@@ -58,7 +58,35 @@ def folder(
         >>> [(x.tolist(), int(label)) for x, label in folder(path, np.load, [".npy"])]
         [([1.0, 1.0], 0), ([1.0, 1.0], 1)]
     """
-    return _folder("folder", path, decode, suffixes, class_names)
+    import grain  # A late import: it takes long.
+
+    root = Path(path)
+    subfolders = sorted(
+        x.name for x in root.iterdir() if x.is_dir() and not x.name.startswith(".")
+    )
+    names = subfolders if class_names is None else list(class_names)
+    if absent := sorted(set(names) - set(subfolders)):
+        raise FileNotFoundError(
+            f"{root} has no subfolder {absent[0]!r} of class_names; its subfolders are "
+            f"{listed(subfolders, nobody='none')}."
+        )
+    files, labels = [], []
+    for label, name in enumerate(names or [""]):
+        in_class = sorted(
+            str(file)
+            for file in (root / name).rglob("*")
+            if file.suffix.lower() in suffixes and file.is_file()
+        )
+        if not in_class:
+            raise FileNotFoundError(
+                f"{root / name} has no file {listed(suffixes, last=' or ')}. Remove "
+                "the folder, or name the classes: class_names=[...]."
+            )
+        files += in_class
+        labels += [label] * len(in_class)
+    return grain.MapDataset.source(
+        _Files(files, np.array(labels, "int32") if names else None, decode)
+    )
 
 
 def image_folder(
@@ -103,7 +131,7 @@ def image_folder(
     if channels not in _MODES:
         raise ValueError(f"image_folder: got channels={channels}, expected 1, 3 or 4.")
     decode = functools.partial(_image, size=size, mode=_MODES[channels])
-    return _folder("image_folder", path, decode, _IMAGES, class_names)
+    return folder(path, decode, _IMAGES, class_names=class_names)
 
 
 def audio_folder(
@@ -144,45 +172,7 @@ def audio_folder(
     """
     expected = (channels, sample_rate)
     decode = functools.partial(_audio, num_samples=num_samples, expected=expected)
-    return _folder("audio_folder", path, decode, [".wav"], class_names)
-
-
-def _folder(
-    caller: str,
-    path: str | os.PathLike[str],
-    decode: Callable[[str], Any],
-    suffixes: Sequence[str],
-    class_names: Sequence[str] | None,
-) -> "grain.MapDataset[Any]":
-    import grain  # A late import: it takes long.
-
-    root = Path(path)
-    subfolders = sorted(
-        x.name for x in root.iterdir() if x.is_dir() and not x.name.startswith(".")
-    )
-    names = subfolders if class_names is None else list(class_names)
-    if absent := sorted(set(names) - set(subfolders)):
-        raise FileNotFoundError(
-            f"{caller}: {root} has no subfolder {absent[0]!r} of class_names; its "
-            f"subfolders are {listed(subfolders, nobody='none')}."
-        )
-    files, labels = [], []
-    for label, name in enumerate(names or [""]):
-        in_class = sorted(
-            str(file)
-            for file in (root / name).rglob("*")
-            if file.suffix.lower() in suffixes and file.is_file()
-        )
-        if not in_class:
-            raise FileNotFoundError(
-                f"{caller}: {root / name} has no file {listed(suffixes, last=' or ')}. "
-                "Remove the folder, or name the classes: class_names=[...]."
-            )
-        files += in_class
-        labels += [label] * len(in_class)
-    return grain.MapDataset.source(
-        _Files(caller, files, np.array(labels, "int32") if names else None, decode)
-    )
+    return folder(path, decode, [".wav"], class_names=class_names)
 
 
 class _Files(Generic[T_co]):
@@ -190,12 +180,10 @@ class _Files(Generic[T_co]):
 
     def __init__(
         self,
-        caller: str,
         files: Sequence[str],
         labels: np.ndarray | None,
         decode: Callable[[str], T_co],
     ) -> None:
-        self._caller = caller
         self._files = files
         self._labels = labels
         self._decode = decode
@@ -209,13 +197,12 @@ class _Files(Generic[T_co]):
             value = self._decode(file)
         except (OSError, ValueError, EOFError, wave.Error) as error:
             raise InputError(
-                f"{self._caller}: cannot read {file}: {error}. Repair, convert or "
-                "remove the file."
+                f"cannot read {file}: {error}. Repair, convert or remove the file."
             ) from error
         return value if self._labels is None else (value, self._labels[index])
 
     def __repr__(self) -> str:
-        return f"{self._caller}({len(self)} files, {self._files[0]} the first)"
+        return f"folder({len(self)} files, {self._files[0]} the first)"
 
 
 def _image(file: str, size: tuple[int, int], mode: str) -> np.ndarray:

@@ -144,7 +144,7 @@ def _exchange(
         epoch.name,
         message,
         # A worker may read its next batches for as long as a step may wait.
-        timeout_seconds=epoch.workers.timeouts.step,
+        deadline="step",
         while_waiting=stop_if_abandoned,
         in_order=False,
     )

@@ -32,7 +32,8 @@ class AutoShardPolicy(enum.Enum):
         AUTO: FILE for a `FileDataset` that has enough files, else DATA.
         FILE: Each worker reads its own files, of a `FileDataset`.
         DATA: All workers read the same batches in the same order, and each worker
-            trains on its rows of every batch.
+            trains on its rows of every batch. Where a Grain dataset ends in
+            `MapDataset.batch`, a worker reads only its rows, after the first batch.
         OFF: No sharding: each worker reads its own dataset. The batches have the global
             size; with `n` workers in lockstep, each splits a batch into `n` steps.
 

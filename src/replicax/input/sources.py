@@ -223,10 +223,8 @@ def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
         else:
             stream = map(dataset.__getitem__, indices)
         yield from _tuples(stream)
-    except GeneratorExit:
+    finally:
         dataset.on_epoch_end()
-        raise
-    dataset.on_epoch_end()
 
 
 def _in_threads(

@@ -87,8 +87,7 @@ class _SavedModelExporter(Exporter):
             export_path, self._receiver_fn, checkpoint_path
         )
         if self._num_kept is not None:
-            for old in saved_models_in(Path(export_path))[: -self._num_kept]:
-                storage.remove(old)
+            storage.remove(saved_models_in(Path(export_path))[: -self._num_kept])
         return path
 
     def _should_export(

@@ -57,7 +57,7 @@ def write(base: Path, artifact: Artifact) -> Path:
     path = _new_folder(base)
     values = {"saved_model": artifact.contents}
     shards = {name: storage.ShardedArray.of(x) for name, x in arrays.items()}
-    storage.write(path, storage.Contents(arrays=shards, values=values, labels={}))
+    storage.write(path, storage.Contents(arrays=shards, values=values))
     return path
 
 
