@@ -1,5 +1,8 @@
 """The rows that each worker reads, for every policy."""
 
+import collections
+import contextlib
+
 import grain
 import keras
 import numpy as np
@@ -102,7 +105,24 @@ def steps_of(strategy, dataset):
     ]
 
 
-def shards():
+class Interrupt(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            raise InterruptedError
+
+
+def fitted(strategy, *data, callbacks=(), **options):
+    """Train for an epoch; return the weights."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-4), "mse")
+    model.layers[0].kernel.assign([[0.5]])
+    with contextlib.suppress(InterruptedError):
+        model.fit(*data, shuffle=False, verbose=0, callbacks=[*callbacks], **options)
+    return [weight.tolist() for weight in model.get_weights()]
+
+
+def shards(folder):
     strategy = rx.MultiWorkerMirroredStrategy()
     log, index = PackageLog(), strategy.workers.index
     contexts = []
@@ -145,7 +165,18 @@ def shards():
             strategy, strategy.distribute_datasets_from_function(from_context)
         ),
     }
+    logged = log.pop()
     num_decoded = len(decoded)
+    decoded.clear()
+    pairs = source.map(lambda x: (x[None], x[None])).batch(8)
+    weights = [
+        fitted(strategy, X[:, None], X[:, None], batch_size=8),
+        fitted(strategy, pairs),
+    ]
+    num_reads = collections.Counter(map(float, decoded))
+    backup = rx.BackupAndRestore(folder, save_freq=1)
+    fitted(strategy, pairs, callbacks=[backup, Interrupt()])
+    weights.append(fitted(strategy, pairs, callbacks=[backup]))
     off = distributed([X[:8] + 100 * index], AutoShardPolicy.OFF)
     padded = strategy.experimental_distribute_dataset(
         X[:14], batch_size=8, remainder="pad"
@@ -158,17 +189,23 @@ def shards():
             distributed(X[:14], batch_size=8),
             distributed(source[:14].batch(8)),
         ],
+        "weights": weights,
         "num_decoded": num_decoded,
+        "num_reads": [num_reads[x] for x in X],
         "masks": [steps_of(strategy, [mask]) for _, mask in padded],
         "contexts": contexts,
-        "logged": log.messages,
+        "logged": logged,
     }
 
 
 @pytest.fixture(scope="module")
-def workers():
+def workers(tmp_path_factory):
     results = replicax.testing.run(
-        shards, num_workers=2, logical_devices=2, deadline_seconds=90
+        shards,
+        args=(str(tmp_path_factory.mktemp("backup")),),
+        num_workers=2,
+        logical_devices=2,
+        deadline_seconds=90,
     )
     return list(results.returned.values())
 
@@ -185,10 +222,15 @@ def test_kinds_of_datasets_of_one_worker(workers):
 
 @pytest.mark.multiprocess
 def test_a_worker_decodes_only_its_rows_after_the_first_batch(workers):
-    for result in workers:
+    for index, result in enumerate(workers):
         assert result["num_decoded"] == 8 + 5 * 4
+        # Keras reads some batches before `fit`, to infer their shapes.
+        others = np.reshape(result["num_reads"], (6, 2, 4))[1:, 1 - index]
+        assert others.max() <= 1
         of_arrays, of_grain = result["ragged"]
         assert of_grain == of_arrays
+        of_arrays, of_grain, resumed = result["weights"]
+        assert of_arrays == of_grain == resumed
 
 
 @pytest.mark.multiprocess

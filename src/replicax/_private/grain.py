@@ -36,14 +36,17 @@ def with_seed(dataset: object, seed: int) -> object:
 
 
 def with_own_rows(
-    dataset: object, own_rows: Callable[[int], Sequence[int]], endless: int
+    dataset: object,
+    own_rows: Callable[[int], Sequence[int]],
+    endless: int,
+    num_skipped: int = 0,
 ) -> object:
     """Copy a result of `MapDataset.batch` that reads only some rows of each batch.
 
     `own_rows` returns the rows for a batch's size. A copy of the first of them stands
-    for each other row. The first batch of an epoch is read as a whole. Other datasets
-    are returned unchanged: batches of another function may depend on all rows, and the
-    epochs of a dataset of `endless` or more rows have no fixed first batch.
+    for each other row. Batch `num_skipped` of an epoch is read as a whole. Other
+    datasets are returned unchanged: the result of another `batch_fn` may depend on all
+    rows, and in a dataset of `endless` or more rows epochs begin at any row.
     """
     if type(dataset).__name__ != "BatchMapDataset":
         return dataset
@@ -54,7 +57,7 @@ def with_own_rows(
         return dataset
 
     def rows_of(indices: range) -> list[Any]:
-        if not indices.start % len(parent):
+        if indices.start % len(parent) == num_skipped * copied._batch_size:
             return [parent[index] for index in indices]
         own = own_rows(len(indices))
         rows = {row: parent[indices[row]] for row in own}

@@ -104,7 +104,7 @@ def per_replica(
 ) -> PyTree:
     """Place host arrays and `DividedRows`, `[R, ...]`, on this process' devices.
 
-    Each leaf becomes a `PerReplica`. For `num_active` see there.
+    Each leaf becomes a `PerReplica` with `num_active` replicas that have examples.
     """
     flat, structure = jax.tree.flatten(stacked)
     arrays = [x.stacked() if isinstance(x, DividedRows) else x for x in flat]

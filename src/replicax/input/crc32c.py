@@ -14,9 +14,10 @@ _POLYNOMIAL = np.uint32(0x82F63B78)
 
 @functools.cache
 def _tables() -> np.ndarray:
-    """Return `uint32[position, byte]`: the checksum of a block with one byte set.
+    """Return `uint32[position, byte]`: checksums of blocks with one byte that is not 0.
 
-    It starts from 0. The checksum of a block is the exclusive or over its bytes.
+    These checksums have the initial state 0. The checksum of any block is the exclusive
+    or of those of its bytes.
     """
     last = np.arange(256, dtype="uint32")
     for _ in range(8):

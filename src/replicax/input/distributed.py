@@ -100,15 +100,15 @@ class DistributedInput(ABC):
                 "which fit cannot take. Use remainder='keep'."
             )
         shard = self._shard.of_evaluation if evaluates else self._shard
-        name = self._begin()
+        name = self._new_epoch()
         with closing(self._splits(iteration, name, shard)) as splits:
             for split in splits:
                 if split.batch is not None:
                     own = slice(split.num_active)
                     yield jax.tree.map(lambda x, own=own: _joined(x[own]), split.batch)
 
-    def _begin(self) -> str:
-        """Begin an epoch; returns its name, which is equal on all workers."""
+    def _new_epoch(self) -> str:
+        """Count and record an epoch; return its name, which is equal on all workers."""
         self._num_epochs += 1
         name = f"{self._name}, epoch {self._num_epochs}"
         self._shard.record_epoch(name)
@@ -132,7 +132,7 @@ class DistributedInput(ABC):
         return DistributedIterator(self, self._start, self._shard, self._name)
 
     def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:
-        previous, name = self._previous, self._begin()
+        previous, name = self._previous, self._new_epoch()
         iterator = prefetch(
             lambda: self._epoch(previous, iteration, name, num_skipped),
             self._prefetch,
@@ -271,7 +271,8 @@ class DistributedDataset(DistributedInput):
             )
         if is_arrays(self._dataset) and self._remainder is Remainder.DROP:
             num_last = leading_size(self._dataset, "dataset") % (self._batch_size or 1)
-            number -= 0 < num_last < self._num_replicas and number > 1
+            is_last_dropped = number > 1 and 0 < num_last < self._num_replicas
+            number -= is_last_dropped
         return self._shard.of_loop.num_steps(number)
 
     @property

@@ -107,7 +107,7 @@ class Records(ABC, Generic[T_co]):
         return f"{self.caller}({listed(self.files, most=3)}: {len(self)} records)"
 
 
-@functools.lru_cache(maxsize=256)  # Of the files that a process may have open.
+@functools.lru_cache(maxsize=256)  # A process may open a limited number of files.
 def _contents(file: str, modified: int) -> Bytes:
     with open(file, "rb") as opened:
         status = os.fstat(opened.fileno())

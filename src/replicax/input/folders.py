@@ -212,7 +212,7 @@ def _image(file: str, size: tuple[int, int], mode: str) -> np.ndarray:
     with Image.open(file) as image:
         if image.mode.startswith(("I", "F")):
             raise ValueError(f"it has mode {image.mode}, expected 8 bits per channel")
-        # A JPEG may be decoded at a half or less of its size, but not below this one.
+        # The decoder of JPEG files may halve the size, but not to less than this.
         image.draft(mode, (2 * width, 2 * height))
         pixels = image.convert(mode).resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(pixels).reshape(height, width, -1)

@@ -242,7 +242,7 @@ class MappedAhead(Iterator[T], Generic[S, T]):
         self._has_begun = False
 
     def has_next(self) -> bool:
-        """Whether the next result is computed or in progress: after a first `next`."""
+        """Whether another result is computed or in progress; False before `next`."""
         return self._next is not None
 
     def close(self) -> None:

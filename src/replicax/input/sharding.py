@@ -141,7 +141,7 @@ class InputShard:
         count: Number of `workers`.
         worker: The worker's index among the workers that shard files.
         num_workers: Number of workers that shard files.
-        recorder: The recorder of the loop that is reported now; None: there is none.
+        recorder: Records the reads of a custom loop for its report; None: no report.
 
     Example:
         The shard of a strategy's only worker:

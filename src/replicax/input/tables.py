@@ -151,7 +151,7 @@ def _csv_table(
             reader.ConvertOptions(column_types=types),
         )
     except pa.ArrowInvalid as error:
-        if use_threads:  # Threads do not know the row's number.
+        if use_threads:  # Only errors of a single thread have the row's number.
             return _csv_table(file, columns, types, names, delimiter, False)
         raise InputError(
             f"csv: {file}: {error}. Correct the file, or pass another delimiter, or "

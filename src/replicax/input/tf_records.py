@@ -34,9 +34,9 @@ def tf_records(
     Args:
         paths: Paths of files that are not compressed, or patterns such as
             `"train-*.tfrecord"`.
-        features: The features of each `tf.train.Example` to decode: a dtype for a
-            single value, `bytes` or one of numbers; or a dtype and a shape, in which -1
-            is any length, such as `("float32", (28, 28))`. None: records are bytes.
+        features: The features of each `tf.train.Example` to decode. A single value has
+            a dtype, of numbers or `bytes`. An array has a dtype and a shape, such as
+            `("float32", (28, 28))`, in which -1 is any length. None: records are bytes.
 
     Returns:
         A `grain.MapDataset` of dicts from names to arrays, or `bytes`; of bytes if

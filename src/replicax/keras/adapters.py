@@ -16,6 +16,7 @@ import jax
 import keras
 import numpy as np
 
+from replicax._private.grain import with_own_rows
 from replicax._private.trainer import (
     ArrayDataAdapter,
     GrainDatasetAdapter,
@@ -27,7 +28,7 @@ from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
 from replicax.input.distributed import DistributedInput
-from replicax.input.grain_datasets import is_grain_dataset, reshuffled
+from replicax.input.grain_datasets import ENDLESS, is_grain_dataset, reshuffled
 from replicax.input.sparse_rows import SparseRows, as_rows, is_sparse
 
 __all__ = [
@@ -36,10 +37,12 @@ __all__ = [
     "LazyBatch",
     "adapter_of",
     "batch_of",
+    "batches_after",
     "fixed_number_of_batches",
     "inputs_of",
     "is_array_adapter",
     "make_lazy",
+    "read_own_rows",
     "set_iteration",
 ]
 
@@ -72,17 +75,25 @@ _adapter_of_keras: Callable[..., DataAdapterLike] = get_data_adapter
 
 
 class _GrainAdapter(GrainDatasetAdapter):
-    """Reads a Grain dataset, in another order in each iteration."""
+    """Reads a Grain dataset, in another order in each iteration.
+
+    For `own_rows` and `num_skipped`, of the next iteration, see `with_own_rows`.
+    """
 
     def __init__(self, dataset: PyTree, first_iteration: int) -> None:
         super().__init__(dataset)
         self._source = dataset
+        self.own_rows: Callable[[int], Sequence[int]] | None = None
+        self.num_skipped = 0
         self.iteration = max(first_iteration, _num_iterations.get(dataset, 0))
 
     def get_jax_iterator(self) -> Iterable[PyTree]:
         """Begin an iteration over the dataset; returns its batches."""
         dataset, iteration = self._source, self.iteration
         _num_iterations[dataset] = self.iteration = iteration + 1
+        if self.own_rows is not None:
+            dataset = with_own_rows(dataset, self.own_rows, ENDLESS, self.num_skipped)
+            self.num_skipped = 0
         adapter = with_dataset(self, reshuffled(dataset, iteration))
         return GrainDatasetAdapter.get_jax_iterator(adapter)
 
@@ -122,6 +133,21 @@ def set_iteration(adapter: DataAdapterLike, number: int | None) -> None:
     """Set the number of the next iteration, where the adapter counts iterations."""
     if hasattr(adapter, "iteration"):
         setattr(adapter, "iteration", number)  # noqa: B010 - Few adapters have it.
+
+
+def read_own_rows(
+    adapter: DataAdapterLike, own_rows: Callable[[int], Sequence[int]]
+) -> None:
+    """Make an adapter of a Grain dataset read only the rows `own_rows(batch_size)`."""
+    if isinstance(adapter, _GrainAdapter):
+        adapter.own_rows = own_rows
+
+
+def batches_after(adapter: DataAdapterLike, number: int) -> Iterable[PyTree]:
+    """The batches of an iteration; the caller skips the first `number`."""
+    if isinstance(adapter, _GrainAdapter):
+        adapter.num_skipped = number
+    return adapter.get_jax_iterator()
 
 
 def is_array_adapter(adapter: DataAdapterLike) -> bool:

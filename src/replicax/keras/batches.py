@@ -24,6 +24,7 @@ __all__ = [
     "BatchIterator",
     "PlacedBatch",
     "host_batch",
+    "own_rows",
     "place",
 ]
 
@@ -184,6 +185,13 @@ def place(batch: PyTree, group: ReplicaGroup) -> PlacedBatch:
 def host_batch(batch: PyTree) -> PyTree:
     """A batch as Keras made it, with leaves that can be indexed by rows."""
     return by_rows(batch_of(batch))
+
+
+def own_rows(group: ReplicaGroup, num_rows: int) -> list[int]:
+    """The rows of a batch that this process' replicas compute on."""
+    active = replicas_for(num_rows, group.num_replicas) or group.num_replicas
+    rows = rows_with_copies(num_rows, active, group.num_replicas)
+    return np.unique(group.local_part(rows)).tolist()
 
 
 class _Placing:

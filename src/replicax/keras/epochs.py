@@ -32,13 +32,15 @@ from replicax.keras.adapters import (
     DataAdapterLike,
     DistributedAdapter,
     batch_of,
+    batches_after,
     fixed_number_of_batches,
     inputs_of,
     is_array_adapter,
     make_lazy,
+    read_own_rows,
     set_iteration,
 )
-from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
+from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch, own_rows
 from replicax.keras.steps import group_of
 
 __all__ = ["Epochs", "Position"]
@@ -106,6 +108,8 @@ class Epochs:
         self.consumed = 0
         self._strategy = strategy
         self._group = group_of(model, strategy)
+        if strategy.input_shard.count > 1:
+            read_own_rows(adapter, functools.partial(own_rows, self._group))
         self._only_inputs = only_inputs
         self._pending: Position | None = None
         self._iteration: _Iteration | None = None
@@ -394,7 +398,7 @@ class _Iteration:
 
 def _after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:
     """The batches of an iteration after the first `number`."""
-    batches = adapter.get_jax_iterator()
+    batches = batches_after(adapter, number)
     if is_map_dataset(batches):
         return iter(batches[number:])
     source = iter(batches)
