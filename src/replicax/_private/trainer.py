@@ -36,9 +36,6 @@ _VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 IN_FIT = "_use_cached_eval_dataset"
 """The argument with which `fit` calls the model's `evaluate` for a validation."""
 
-READS_AHEAD = _VERSION < (3, 15)
-"""Whether Keras' loop reads each batch before the step of the batch before it."""
-
 RESETS_METRICS_OF_BATCHES = _VERSION >= (3, 15)
 """Whether `train_on_batch` and `test_on_batch` reset the metrics first."""
 

@@ -1,1 +1,1 @@
-"""Utilities for all folders, such as files and waiting; they import no other folder."""
+"""Utilities for all folders, such as files and waiting; they import no folder."""

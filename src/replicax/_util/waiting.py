@@ -139,14 +139,9 @@ def _log_if_long(reference: "weakref.ref[Announced]", ended: threading.Event) ->
 
 def announce_first(items: Callable[[], Iterator[Any]], what: str) -> Iterator[Any]:
     """Iterate over `items()`, and announce the wait for its first item."""
-
-    def parts() -> Iterator[Iterator[Any]]:
-        with Announced(what):
-            source = items()
-            first = [*itertools.islice(source, 1)]
-        yield map(list.pop, itertools.repeat(first, len(first)))
-        yield source
-
-    # After the first item, the source itself is iterated. No variable holds the first
-    # item: it would stay alive.
-    return itertools.chain.from_iterable(parts())
+    with Announced(what):
+        source = items()
+        first = [*itertools.islice(source, 1)]
+    while first:
+        yield first.pop()  # No variable keeps the item alive.
+    yield from source

@@ -43,14 +43,14 @@ class ModelTrace:
     Attributes:
         batch: This replica's rows of a global batch, as in `fit`; None if each replica
             has its own batches, as in estimators.
-        has_odd_outputs: Whether a loss's outputs are not one row per example.
+        outputs_lack_rows: Whether a loss's outputs are not one row per example.
         is_in_metric: Whether a metric is being updated.
         is_per_example: Whether a loss declared `per_example` is being computed.
         metrics_of_whole: Names of metrics computed from the rows of all replicas.
     """
 
     batch: list[jax.Array] | None = None
-    has_odd_outputs: bool = False
+    outputs_lack_rows: bool = False
     is_in_metric: bool = False
     is_per_example: bool = False
     metrics_of_whole: list[str] = dataclasses.field(default_factory=list)

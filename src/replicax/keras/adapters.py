@@ -217,9 +217,8 @@ def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
             ]
             return jax.tree.unflatten(structure, rows)
 
-        # Draw indices only (0 stands for the arrays). To map over the tree of arrays
-        # for each batch, as Keras does, takes longer than all other work on a batch of
-        # a tiny model here.
+        # Draw indices only; 0 takes the place of the arrays. Keras maps over the tree
+        # of arrays for each batch, which takes most of a tiny model's step.
         for indices in draw(lambda _, indices: indices, 0):
             yield LazyBatch(cut, indices)
 

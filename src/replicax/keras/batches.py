@@ -71,7 +71,7 @@ class BatchIterator:
         chunks = _chunks(self._batches, steps_per_execution, reused=reused)
 
         def place(chunk: list[PyTree]) -> list[PlacedBatch]:
-            return placing.chunk(chunk, steps_per_execution)
+            return placing.place_chunk(chunk, steps_per_execution)
 
         # On a CPU there is no transfer to overlap.
         is_ahead = ahead and not placing.on_cpu
@@ -179,7 +179,7 @@ def _cut_at_once(chunk: list[LazyBatch]) -> tuple[PyTree, list[np.ndarray]] | No
 
 def place(batch: PyTree, group: ReplicaGroup) -> PlacedBatch:
     """Split one batch `[B, ...]` over the replicas."""
-    return _Placing(group).batch(host_batch(batch))
+    return _Placing(group).place_batch(host_batch(batch))
 
 
 def host_batch(batch: PyTree) -> PyTree:
@@ -211,7 +211,7 @@ class _Placing:
         # two).
         self._keeps_on_host = self.on_cpu and not group.spans_processes
 
-    def chunk(self, chunk: list[PyTree], size: int) -> list[PlacedBatch]:
+    def place_chunk(self, chunk: list[PyTree], size: int) -> list[PlacedBatch]:
         """Place the batches of one execution, together if they are alike."""
         if self._reused:
             chunk = [*chunk[:-1], _copy(chunk[-1])]
@@ -221,10 +221,10 @@ class _Placing:
             stacked = _stacked(chunk)
             if stacked is not None:
                 first, leaves = stacked
-                return [self.batch(first, size, leaves)]
-        return [self.batch(batch_of(batch)) for batch in chunk]
+                return [self.place_batch(first, size, leaves)]
+        return [self.place_batch(batch_of(batch)) for batch in chunk]
 
-    def batch(
+    def place_batch(
         self,
         batch: PyTree,
         num_steps: int | None = None,

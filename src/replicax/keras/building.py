@@ -47,7 +47,7 @@ def is_built(model: keras.Model) -> bool:
 
 def note_built(model: keras.Model) -> None:
     """Mark a model as built if all its layers are, which `predict` requires."""
-    if not model.built and _are_parts_built(model):
+    if not model.built and _are_layers_built(model):
         model.built = True
 
 
@@ -98,7 +98,7 @@ def _build_by_keras(
     try:
         trainer.build(model, first_batch)
     except (TypeError, ValueError, RuntimeError) as error:
-        if steps.takes_state(model, f"{kind}_step") or not _are_parts_built(model):
+        if steps.takes_state(model, f"{kind}_step") or not _are_layers_built(model):
             raise
         _logger.info(
             "Model %r cannot be called with x of the data (%s): tracing its %s_step.",
@@ -127,7 +127,7 @@ def _build_by_step(
     trainer.after_build(model)
 
 
-def _are_parts_built(model: keras.Model) -> bool:
+def _are_layers_built(model: keras.Model) -> bool:
     """Whether all layers except the model itself have their variables."""
     return all(x.built for x in internals.layers_of(model) if x is not model)
 

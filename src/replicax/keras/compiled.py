@@ -124,7 +124,7 @@ def computed_as_compiled(model: keras.Model) -> Generator[None]:
 
     def update_of(metric: PyTree, update: Callable[..., None]) -> Callable[..., None]:
         is_compiled = id(metric) in of_compile
-        return functools.partial(_update, metric, update, is_compiled)
+        return functools.partial(_update_metric, metric, update, is_compiled)
 
     with (
         replaced_losses(model, _as_compiled),
@@ -134,11 +134,11 @@ def computed_as_compiled(model: keras.Model) -> Generator[None]:
 
 
 def _as_compiled(loss: PyTree) -> PyTree:
-    is_replaced = getattr(loss, "func", None) is _compute  # By an outer replay.
-    return loss if is_replaced else functools.partial(_compute, loss)
+    is_replaced = getattr(loss, "func", None) is _compute_loss  # By an outer replay.
+    return loss if is_replaced else functools.partial(_compute_loss, loss)
 
 
-def _compute(
+def _compute_loss(
     loss: PyTree, y: PyTree, outputs: PyTree, sample_weight: PyTree = None
 ) -> PyTree:
     context = current_context()
@@ -147,7 +147,7 @@ def _compute(
     if context.num_replicas_here > 1 and context.model.batch:
         shapes = [x.shape for x in jax.tree.leaves(outputs, is_leaf=is_composite)]
         if not are_of_rows(shapes, context.model.batch[0].shape[0]):
-            context.model.has_odd_outputs = True
+            context.model.outputs_lack_rows = True
     if is_sum_over_rows(loss, outputs):
         context.model.is_per_example = keeps_own_rows(loss) is True
         try:
@@ -161,11 +161,11 @@ def _compute(
         f"loss {name_of(loss)}",
         inner if isinstance(inner, keras.losses.Loss) else loss,
         (y, outputs, sample_weight),
-        most_bytes=_most_bytes(loss, fn),
+        most_bytes=_byte_limit(loss, fn),
     )
 
 
-def _update(
+def _update_metric(
     metric: PyTree,
     update: Callable[..., None],
     is_compiled: bool,
@@ -184,12 +184,13 @@ def _update(
         finally:
             context.model.is_in_metric = outer
         return
-    limit = _most_bytes(metric, function_of(metric)[0])
+    limit = _byte_limit(metric, function_of(metric)[0])
     name = f"metric {name_of(metric)}"
     computed_whole(context, name, update, args, kwargs, most_bytes=limit)
 
 
-def _most_bytes(*items: object) -> float:
+def _byte_limit(*items: object) -> float:
+    """The most bytes to gather: no limit if it is declared `whole_batch`."""
     is_declared_whole = any(keeps_own_rows(item) is False for item in items)
     return float("inf") if is_declared_whole else MOST_BYTES
 

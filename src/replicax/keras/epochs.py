@@ -62,8 +62,8 @@ class Position:
     step: int  # Batches done in the epoch.
     epoch_began: RandomState
     data_began: RandomState | None
-    ends_before: int  # Calls of the data's `on_epoch_end` before this iteration.
-    ends: int  # Calls of the data's `on_epoch_end` until now.
+    epoch_ends_before: int  # Calls of the data's `on_epoch_end` before this iteration.
+    epoch_ends: int  # Calls of the data's `on_epoch_end` until now.
     consumed: int  # Batches trained on in this iteration.
     drawn: int  # Batches drawn in this iteration, with prefetched ones.
     now: RandomState
@@ -77,8 +77,8 @@ class Epochs:
     With `steps_per_epoch` the next epoch continues in the data where the last one
     ended; otherwise an epoch ends with the data. `only_inputs` drops targets and
     weights. `length` is the data's number of batches, where it is known. `consumed`
-    counts the batches used by steps in this iteration over the data, `ends` the calls
-    of the data's `on_epoch_end`.
+    counts the batches used by steps in this iteration over the data, `epoch_ends` the
+    calls of the data's `on_epoch_end`.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Epochs:
         self._pending: Position | None = None
         self._iteration: _Iteration | None = None
         self._batches: BatchIterator | None = None
-        self._seen = 0  # Steps begun in this iteration.
-        self.ends = 0
+        self._num_begun = 0  # Steps begun in this iteration.
+        self.epoch_ends = 0
         self._epoch_began = random_state.capture()
 
     @property
@@ -143,7 +143,7 @@ class Epochs:
         """
         number = getattr(self.adapter, "iteration", None)
         self.adapter.on_epoch_begin()
-        batches = iter(self._host_batches(_Iteration(self, None), ahead=False))
+        batches = iter(self._host_batches(_Iteration(self, None)))
         try:
             return jax.tree.map(whole, batch_of(next(batches)))
         finally:
@@ -155,7 +155,7 @@ class Epochs:
         self._end_iteration()
         self.length = self.adapter.num_batches
         self.adapter.on_epoch_end()
-        self._seen = self.ends = 0
+        self._num_begun = self.epoch_ends = 0
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """The first and the last step of each execution of the next epoch."""
@@ -169,14 +169,14 @@ class Epochs:
         if not number or self.steps_per_epoch is None or self._batches is None:
             self._begin_iteration()
         while number is None or first < number:
-            if self.length and self._seen >= self.length:
+            if self.length and self._num_begun >= self.length:
                 if self.steps_per_epoch:
                     _warn_of_end()
                 break
-            self._seen += size
+            self._num_begun += size
             yield first, first + size - 1
             first += size
-        if self.length and self._seen >= self.length:
+        if self.length and self._num_begun >= self.length:
             self._end_iteration()
         self._end_epoch()
 
@@ -196,12 +196,12 @@ class Epochs:
         if self.steps_per_epoch or self.adapter.num_batches:
             _warn_of_end()
         if self.length is None:
-            self.length = self._seen
+            self.length = self._num_begun
         self._end_iteration()
         self._end_epoch()
 
     def _end_epoch(self) -> None:
-        self.ends += 1
+        self.epoch_ends += 1
         self.adapter.on_epoch_end()
 
     # One iteration over the data.
@@ -210,7 +210,7 @@ class Epochs:
         position, self._pending = self._pending, None
         self._end_iteration()
         self._iteration = _Iteration(self, position)
-        self.consumed = self._seen = 0 if position is None else position.consumed
+        self.consumed = self._num_begun = 0 if position is None else position.consumed
         adapter = self.adapter
         self._batches = BatchIterator(
             self._host_batches(self._iteration),
@@ -223,9 +223,7 @@ class Epochs:
             recorder=self.recorder,
         )
 
-    def _host_batches(
-        self, source: Iterable[PyTree], *, ahead: bool = True
-    ) -> Iterable[PyTree]:
+    def _host_batches(self, source: Iterable[PyTree]) -> Iterable[PyTree]:
         """The batches of an iteration, in step with the other workers'."""
         strategy, adapter = self._strategy, self.adapter
         is_distributed = isinstance(adapter, DistributedAdapter)
@@ -239,8 +237,6 @@ class Epochs:
                 num_batches=fixed_number_of_batches(adapter),
                 size_of=functools.partial(leading_size, caller=current_call()),
             )
-        if ahead and trainer.READS_AHEAD:
-            source = _one_ahead(source)
         if is_array_adapter(adapter):
             return source
         return announce_first(lambda: iter(source), "waiting for the first batch")
@@ -268,7 +264,7 @@ class Epochs:
         """The position of the run after `step` steps of `epoch`."""
         iteration = self._iteration
         is_begun = iteration is not None and (
-            step > 0 or (self.steps_per_epoch is not None and self._seen > 0)
+            step > 0 or (self.steps_per_epoch is not None and self._num_begun > 0)
         )
         current = iteration if is_begun else None
         number = getattr(self.adapter, "iteration", None)
@@ -277,8 +273,8 @@ class Epochs:
             step=step,
             epoch_began=self._epoch_began if step else random_state.capture(),
             data_began=current and current.data_began,
-            ends_before=current.ends_before if current else self.ends,
-            ends=self.ends,
+            epoch_ends_before=current.epoch_ends_before if current else self.epoch_ends,
+            epoch_ends=self.epoch_ends,
             consumed=self.consumed if current else 0,
             drawn=current.drawn if current else 0,
             now=random_state.capture(),
@@ -301,7 +297,7 @@ class Epochs:
         random_state.restore(initial)
         # Threads that prefetch batches begin again in each epoch.
         ahead = trainer.makes_batches_ahead(self.adapter)
-        self.end_epochs(position.ends if ahead else position.ends_before)
+        self.end_epochs(position.epoch_ends if ahead else position.epoch_ends_before)
         self.length = position.num_batches
         random_state.restore(position.now)
         if position.iteration is not None:
@@ -312,7 +308,7 @@ class Epochs:
     def end_epochs(self, number: int) -> None:
         """Call the data's epoch methods for past epochs; they may set its order."""
         dataset = trainer.dataset_with_epochs(self.adapter)
-        while self.ends < number:
+        while self.epoch_ends < number:
             if dataset is not None:
                 dataset.on_epoch_begin()
             self._end_epoch()
@@ -328,29 +324,15 @@ def _warn_of_end() -> None:
     )
 
 
-def _one_ahead(source: Iterable[PyTree]) -> Iterator[PyTree]:
-    """Prefetch one batch, as Keras' loop does."""
-    batches = iter(source)
-    try:
-        current = next(batches, None)
-        for following in batches:
-            yield current
-            current = following
-        if current is not None:
-            yield current
-    finally:
-        close_iterator(batches)
-
-
 class _Iteration:
     """One iteration over the data, from its first batch or from a position in it.
 
-    For `data_began`, `ends_before` and `drawn` see `Position`.
+    For `data_began`, `epoch_ends_before` and `drawn` see `Position`.
     """
 
     def __init__(self, epochs: Epochs, position: Position | None) -> None:
         self.data_began: RandomState | None = None
-        self.ends_before = epochs.ends
+        self.epoch_ends_before = epochs.epoch_ends
         self.drawn = 0
         self._epochs = epochs
         self._position = position
@@ -386,17 +368,18 @@ class _Iteration:
             return iter(epochs.adapter.get_jax_iterator())
         after = position.now if position.step else random_state.capture()
         random_state.restore(position.data_began)
-        self.data_began, self.ends_before = position.data_began, position.ends_before
-        source = _after(epochs.adapter, position.consumed)
+        self.data_began = position.data_began
+        self.epoch_ends_before = position.epoch_ends_before
+        source = _batches_after(epochs.adapter, position.consumed)
         self.drawn = position.consumed
         while self.drawn < position.drawn:
             self._ahead.append(self._draw(source))
-        epochs.end_epochs(position.ends)
+        epochs.end_epochs(position.epoch_ends)
         random_state.restore(after)
         return source
 
 
-def _after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:
+def _batches_after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:
     """The batches of an iteration after the first `number`."""
     batches = batches_after(adapter, number)
     if is_map_dataset(batches):

@@ -244,7 +244,7 @@ def _compile(
 
 
 def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Read or save a layer's variables, all as they are after one step."""
+    """Read or save a layer's variables, with the values of a single step."""
     if threads.is_alone() or other_values() is not None:
         return original(*args, **kwargs)
     layer, *_ = (*args, *kwargs.values())
@@ -263,7 +263,7 @@ def _save_model(
 
 
 def _assign_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Assign all variables of a layer, between two steps of other threads."""
+    """Assign a layer's variables, while no other thread begins a step."""
     with threads.order:
         return original(*args, **kwargs)
 

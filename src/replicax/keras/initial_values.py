@@ -38,7 +38,9 @@ def computed_in_shards(
     closed = jax.make_jaxpr(lambda: initializer(shape, dtype=dtype))()
     equations, (result,) = closed.jaxpr.eqns, closed.jaxpr.outvars
     created = [var for equation in equations for var in equation.outvars]
-    if result not in created or any(_is_other_large(v.aval, shape) for v in created):
+    if result not in created or any(
+        _is_large_of_other_shape(var.aval, shape) for var in created
+    ):
         return None
     values: dict[Any, PyTree] = dict(
         zip(closed.jaxpr.constvars, map(np.asarray, closed.consts), strict=True)
@@ -76,7 +78,7 @@ def _read_by(equation: JaxprEqn) -> set[Any]:
     return {x for x in equation.invars if not isinstance(x, Literal)}
 
 
-def _is_other_large(aval: Any, shape: Shape) -> bool:
+def _is_large_of_other_shape(aval: Any, shape: Shape) -> bool:
     return aval.shape != shape and math.prod(aval.shape) >= FEWEST_ELEMENTS
 
 

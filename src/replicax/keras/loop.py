@@ -111,13 +111,13 @@ def fit(
         session.work = strategy.home.claimed_steps(model, session)
         if session.work is not None:
             session.callback(session.work.close)
-        of_user = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
-        refuse_callbacks(of_user, strategy)
+        user_callbacks = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
+        refuse_callbacks(user_callbacks, strategy)
         # Before `set_model`, in which TensorBoard opens its files.
-        session.enter_context(only_on_chief(of_user, strategy))
+        session.enter_context(only_on_chief(user_callbacks, strategy))
         # A progress bar would count only this worker's steps of an epoch.
         shares_epochs = verbose == "auto" and session.work is not None
-        listed = _callback_list(
+        callback_list = _callback_list(
             model,
             callbacks,
             2 if shares_epochs else verbose,
@@ -125,7 +125,7 @@ def fit(
             epochs=epochs,
             add_history=True,
         )
-        loop = _FitLoop(model, session, listed, validation)
+        loop = _FitLoop(model, session, callback_list, validation)
         try:
             loop.train(initial_epoch, epochs)
         except KeyboardInterrupt as error:
@@ -289,17 +289,19 @@ def evaluate(
             stack.enter_context(only_on_chief(callbacks, strategy))
         building.build(model, strategy, "test", data.first_batch)
         data.reset()
-        listed = _callback_list(model, callbacks, verbose, data)
+        callback_list = _callback_list(model, callbacks, verbose, data)
         steps_of_model = steps_of(model, strategy, "test")
         model.stop_evaluating = False
-        listed.on_test_begin()
+        callback_list.on_test_begin()
         model.reset_metrics()
-        last = deque(_executions(model, data, steps_of_model, listed, "test"), maxlen=1)
+        last = deque(
+            _executions(model, data, steps_of_model, callback_list, "test"), maxlen=1
+        )
         if not last:
             what = "validation data" if is_part_of_fit else "data"
             raise building.no_data_error(model, what)
         logs = trainer.pythonify_logs(_results(model, last[0]))
-        listed.on_test_end(logs)
+        callback_list.on_test_end(logs)
     return logs if return_dict else trainer.metrics_in_order(model, logs)
 
 
@@ -321,12 +323,14 @@ def predict(
         if not building.is_built(model):
             building.build(model, strategy, "predict", data.first_batch)
             data.reset()
-        listed = _callback_list(model, callbacks, verbose, data)
+        callback_list = _callback_list(model, callbacks, verbose, data)
         steps_of_model = steps_of(model, strategy, "predict")
         model.stop_predicting = False
-        listed.on_predict_begin()
-        outputs = list(_executions(model, data, steps_of_model, listed, "predict"))
-        listed.on_predict_end()
+        callback_list.on_predict_begin()
+        outputs = list(
+            _executions(model, data, steps_of_model, callback_list, "predict")
+        )
+        callback_list.on_predict_end()
     if not outputs:
         raise building.no_data_error(model)
     return jax.tree.map(lambda *xs: np.concatenate(xs), *outputs)

@@ -124,7 +124,7 @@ def _defer(
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
         for variable in optimizer.variables:
-            # Reading makes it an input: the next trace may use a loss scale.
+            # A read makes it an input of the program: the next trace may read it.
             variable.value  # noqa: B018
     trained = trained_by(optimizer) if variables is None else list(variables)
     if len(grads) != len(trained):
@@ -187,7 +187,7 @@ def stateless_apply_with_loss_scale(
     if context is None or (context.defers_updates and not grads):
         return original(optimizer, optimizer_variables, grads, trainable_variables)
     if context.defers_updates:
-        # As in other optimizers: call `apply` in a scope of the given values.
+        # The method of the base class calls `apply` in a scope with these values.
         return keras.Optimizer.stateless_apply(
             optimizer, optimizer_variables, grads, trainable_variables
         )
@@ -199,7 +199,7 @@ def stateless_apply_with_loss_scale(
 
 
 def _require_current(variables: PyTree, scope: keras.StatelessScope) -> None:
-    """Raise if a value in `scope` is not the variable's own: the update ignores it."""
+    """Raise if `scope` has other values: a deferred update does not read them."""
     outer = scope_around(scope)
     if not isinstance(outer, RecordingScope | ValueScope):
         return

@@ -22,9 +22,9 @@ from replicax.engine.scope import current_context
 __all__ = ["set_aggregation"]
 
 _RULES: Mapping[str, Mapping[str, Rule]] = {
-    # Bits that the largest value so far needs: the maximum over all rows.
+    # The bits for the largest value so far, a maximum over rows.
     "hgq.FixedPointQuantizerBase": {"i": "max", "k": "max"},
-    # Batch normalization in dense layers, combined as that of Keras.
+    # The statistics of dense layers that normalise batches.
     "hgq.QLayerBase": {"moving_mean": "mean", "moving_variance": "mean"},
 }
 """Rules by class, `"package.Class"`, and by the names of its variables."""
@@ -33,7 +33,7 @@ _OF_ROWS: Mapping[str, str] = {
     # Updates mean, sum of squares and count together, from rows `[b, ..., d]`.
     "bayesflow.Standardize": "_update_moments",
 }
-"""Methods that update state from rows; they get the rows of all replicas."""
+"""Methods that update state from rows; in replicas they get the global batch's."""
 
 
 def set_aggregation(
@@ -52,7 +52,7 @@ def set_aggregation(
     names = [f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(owner).__mro__]
     methods = {_OF_ROWS[name] for name in names if name in _OF_ROWS}
     for method in methods:
-        _give_all_rows(owner, method)
+        _pass_all_rows(owner, method)
     rule = strategy.group.aggregation.of(path)
     if rule is None:
         rules = [_RULES.get(name, {}).get(kwargs.get("name", "")) for name in names]
@@ -95,8 +95,8 @@ def _is_moving_statistic(
     )
 
 
-def _give_all_rows(layer: PyTree, name: str) -> None:
-    """Let a layer's method, if it has one, get the rows of all replicas."""
+def _pass_all_rows(layer: PyTree, name: str) -> None:
+    """Make a layer's method `name`, if it exists, get the rows of all replicas."""
     if name not in vars(layer) and hasattr(layer, name):
         # Not a closure: a deep copy of the layer must call its own method.
         setattr(layer, name, functools.partial(_with_all_rows, getattr(layer, name)))

@@ -89,7 +89,7 @@ class _ModelStep:
                 result = self._step(data)
             else:
                 result = self._stateless(self._groups, data)
-        if context.model.has_odd_outputs and is_of_keras(self._model, [self._name]):
+        if context.model.outputs_lack_rows and is_of_keras(self._model, [self._name]):
             _require_outputs_of_rows(self._model, data)
         if isinstance(result, dict):
             self._log_names = list(result)

@@ -137,7 +137,7 @@ class _StrategyMixin(PlacedVariable):
         return new
 
     def _placed_copy(self, value: PyTree) -> PyTree:
-        """Copy a value to the variable's devices, of a host array only their shards."""
+        """Copy a value; of a host array, each device gets only its shard."""
         old, layout = own_value(self), layout_of(self)
         if type(value) in (int, float) and stored_dtype(self) == "float32":
             value = np.float32(value)
@@ -174,7 +174,7 @@ class _StrategyMixin(PlacedVariable):
     ) -> PyTree:
         value = self.value
         if device_put.is_spread(value):
-            # Other workers have shards of it, and gather it now as well.
+            # All workers call this, since each has a shard of the value.
             value, copy = device_put.gathered(value), True
         return np.array(value, dtype, copy=copy)
 
@@ -311,7 +311,7 @@ def made_alike(seed: int) -> Generator[None]:
 
 
 def _constant_in_trace(variable: keras.Variable, initial: PyTree) -> PyTree:
-    """An initializer that returns `initial`, a number or array; its shape and dtype.
+    """Return an initializer for a number or array, and the shape and dtype of that.
 
     In a trace Keras accepts initializers only.
     """

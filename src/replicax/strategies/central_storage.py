@@ -128,7 +128,7 @@ class _ParameterDevice(ReplicaHome):
         stored = dict(zip(map(id, program.variables), before, strict=True))
         is_new = program.is_new
         if program.at_home is None:
-            program.at_home = list(map(self._compiled, program.deferred_updates))
+            program.at_home = list(map(self._compile, program.deferred_updates))
         # Back-pressure: JAX allocates memory for copies at the call. A host far ahead
         # would fill a device with the copies of later steps.
         while len(self._running) > 1:
@@ -144,11 +144,11 @@ class _ParameterDevice(ReplicaHome):
         variables = [*program.written, *changed]
         # Updates donate the old values: an interrupt must not lose the new ones.
         if is_new or len(set(map(id, changed))) < len(changed):
-            one_by_one = itertools.chain(at_home, self._updated(updates, stored))
+            one_by_one = itertools.chain(at_home, self._update_in_turn(updates, stored))
             with Announced("compiling the update") if is_new else nullcontext():
                 uninterrupted(lambda: internals.write_values(variables, one_by_one))
         else:
-            calls = [self._call(*update, stored) for update in updates]
+            calls = [self._bind(*update, stored) for update in updates]
             values = itertools.chain.from_iterable(map(operator.call, calls))
             # One call into C, which an interrupt cannot split.
             internals.write_values(variables, itertools.chain(at_home, values))
@@ -158,7 +158,7 @@ class _ParameterDevice(ReplicaHome):
             self._running.append(min(gradients[0], key=lambda g: g.nbytes))
         return out
 
-    def _call(
+    def _bind(
         self,
         compiled: Wrapped,
         update: Update,
@@ -173,18 +173,18 @@ class _ParameterDevice(ReplicaHome):
         gradients = jax.device_put(gradients, self._sharding)
         return functools.partial(compiled, before, gradients)
 
-    def _updated(
+    def _update_in_turn(
         self,
         updates: Iterable[tuple[Wrapped, Update, Sequence[jax.Array]]],
         stored: dict[int, jax.Array],
     ) -> Iterator[jax.Array]:
         """Make updates one after the other: they may change the same variables."""
         for compiled, update, gradients in updates:
-            after = self._call(compiled, update, gradients, stored)()
+            after = self._bind(compiled, update, gradients, stored)()
             stored |= zip(map(id, update.changed), after, strict=True)
             yield from after
 
-    def _compiled(self, update: Update) -> Wrapped:
+    def _compile(self, update: Update) -> Wrapped:
         """Jit an update, which donates the old values; trace it to raise its errors."""
         compiled = jax.jit(update.make, donate_argnums=0, out_shardings=self._sharding)
         values, gradients = (
