@@ -98,16 +98,17 @@ def test_all_get_the_values_of_all() -> None:
     ]
 
 
-def test_a_missing_worker() -> None:
-    first = cluster_of(3, service := Service(), startup=0.3)[0]
+@pytest.mark.parametrize("deadline", ["startup", "checkpoint"])
+def test_a_missing_worker(deadline: str) -> None:
+    first = cluster_of(3, service := Service(), **{deadline: 0.3})[0]
     service.values["replicax/exchange/start/0/1"] = "1"
     begin = time.monotonic()
     with pytest.raises(
         ClusterError,
         match=r"^worker:0: worker:2 \(host2:1\) did not come to start within 0 s"
-        r".*\(rx\.Timeouts\(startup=\.\.\.\)\)\.$",
+        rf".*\(rx\.Timeouts\({deadline}=\.\.\.\)\)\.$",
     ) as caught:
-        first.exchange("start", 0)
+        first.exchange("start", 0, deadline)
     assert 0.3 <= time.monotonic() - begin < 10
     assert caught.value.culprit == "worker:2"
 
