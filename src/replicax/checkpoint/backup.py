@@ -185,8 +185,8 @@ class BackupAndRestore(LateCallback):
         """
         if not self._saves:
             return
-        if self._stop.reached(self._total):  # A SIGKILL may precede the script's save.
-            self._save_and_exit()
+        if self._stop.reached(self._total):
+            self._save_and_exit()  # SIGKILL may follow before the script saves.
         if not self.delete_checkpoint:
             if self._total != self._last_saved:
                 self._save()

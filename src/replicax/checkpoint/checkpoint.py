@@ -163,7 +163,10 @@ class Checkpoint:
         iterators.
         """
         worker = workers.current()
-        entries = self._entries()
+        for value in self._objects().values():
+            if isinstance(value, keras.Model):
+                value.jax_state_sync()  # During fit, the loop has the newest values.
+        entries, _ = self._bind(build=True)
         arrays = [entry for entry in entries if isinstance(entry, ArrayEntry)]
         values = _worker_values(worker, entries)
         copies = to_host(arrays, is_chief=worker.is_chief)
@@ -180,8 +183,7 @@ class Checkpoint:
 
     def apply(self, contents: Contents, path: str) -> "RestoreStatus":
         """Set the objects to the `contents` read from `path`."""
-        _build_optimizers(self._objects())
-        entries, restored = self._bind()
+        entries, restored = self._bind(build=True)
         status = compare(entries, contents, path)
         restore_entries(entries, contents)
         for entry in entries:
@@ -198,9 +200,7 @@ class Checkpoint:
         self, prefix: str, contents: Contents, path: str, status: "RestoreStatus"
     ) -> None:
         """Restore the variables of an object that was built after the restore."""
-        if internals.current_scope() is None:
-            _build_optimizers(self._objects())
-        entries, _ = self._bind()
+        entries, _ = self._bind(build=internals.current_scope() is None)
         status.update(compare(entries, contents, path))
         built = [entry for entry in entries if entry.name.startswith(prefix)]
         restore_entries(built, contents)
@@ -208,18 +208,17 @@ class Checkpoint:
     def _objects(self) -> dict[str, PyTree]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _entries(self) -> list[Entry]:
-        for value in self._objects().values():
-            if isinstance(value, keras.Model):
-                value.jax_state_sync()  # During fit, the loop has the newest values.
-        # As in `apply`: save and restore must find the same names.
-        _build_optimizers(self._objects())
-        entries, _ = self._bind()
-        return entries
+    def _bind(
+        self, *, build: bool = False
+    ) -> tuple[list[Entry], dict[str, Callable[[], PyTree]]]:
+        """Make all entries, and a function per name: it returns the restored object.
 
-    def _bind(self) -> tuple[list[Entry], dict[str, Callable[[], PyTree]]]:
-        """Make all entries, and a function per name: it returns the restored object."""
+        With `build`, optimizers are built first: a save and a restore must find the
+        same names.
+        """
         objects = self._objects()
+        if build:
+            _build_optimizers(objects)
         entries: list[Entry] = []
         restored = {}
         for name, value in objects.items():

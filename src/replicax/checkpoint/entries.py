@@ -123,21 +123,21 @@ def bind(name: str, value: PyTree) -> tuple[list[Entry], Callable[[], PyTree]]:
     entries: list[Entry] = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
     new_leaves = [leaf for _, leaf in leaves]
-    contents: list[tuple[Callable[[PyTree], None], Callable[[], PyTree]]] = []
+    setters: list[tuple[Callable[[PyTree], None], Callable[[], PyTree]]] = []
     for i, (path, leaf) in enumerate(leaves):
         suffix = jax.tree_util.keystr(path, simple=True, separator="/")
         leaf_name = f"{name}/{suffix}" if suffix else name
         if is_nnx_object(leaf) and not isinstance(leaf, HasVariables | keras.Variable):
-            for inner, content, put in variables_of(leaf):
-                own, content_of = bind(f"{leaf_name}/{inner}".rstrip("/"), content)
+            for inner, content, set_content in variables_of(leaf):
+                own, restored_of = bind(f"{leaf_name}/{inner}".rstrip("/"), content)
                 entries += own
-                contents.append((put, content_of))
+                setters.append((set_content, restored_of))
         elif _is_object(leaf) or not (path and callable(leaf)):
             entries += _leaf_entries(leaf_name, leaf, new_leaves, i)
 
     def restored() -> PyTree:
-        for put, content_of in contents:
-            put(content_of())
+        for set_content, restored_of in setters:
+            set_content(restored_of())
         return jax.tree.unflatten(structure, new_leaves)
 
     return entries, restored

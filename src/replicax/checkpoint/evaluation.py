@@ -60,8 +60,6 @@ class CheckpointWatch:
         last = self._last_of_finished_run()
         paths = numbered_checkpoints(self._directory, self._name)
         newest = paths[-1].name if paths else None
-        if last is not None and self.latest == last.get("checkpoint"):
-            return _END_OF_RUN
         if newest is None or newest == self.latest:
             return None if last is None else _END_OF_RUN
         path = self._directory / newest
