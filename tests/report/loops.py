@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 import replicax as rx
+from replicax.report.runs import Fit, read_run
 
 X = np.arange(21 * 4, dtype="float32").reshape(21, 4) / 84
 
@@ -72,6 +73,12 @@ def train(
             losses.append(float(loss))
             report.end_epoch({"loss": loss})
     return losses
+
+
+def fits_of(page: Path) -> list[Fit]:
+    run = read_run(page)
+    assert not run.missing
+    return run.chief.fits
 
 
 def on_worker(page: str) -> list[float]:

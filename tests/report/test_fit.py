@@ -11,11 +11,11 @@ import keras
 import numpy as np
 import pytest
 from tests.conftest import mirrored
+from tests.report.loops import fits_of
 
 import replicax as rx
 from replicax.keras import providers
 from replicax.report.callback import report_every_fit, with_report
-from replicax.report.runs import read_run
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(160, 6)).astype("float32")
@@ -48,13 +48,6 @@ def train(model, page, *, diagnosis=None, callbacks=(), **options):
     options = {"batch_size": 16, "epochs": 2, "verbose": 0} | options
     report = rx.callbacks.Report(page, diagnosis=diagnosis)
     return model.fit(X, Y, callbacks=[report, *callbacks], **options)
-
-
-def fits_of(page):
-    run = read_run(page)
-    assert run.chief is not None
-    assert not run.missing
-    return run.chief.fits
 
 
 def events_of(page):
@@ -126,6 +119,7 @@ def test_fits_one_after_another(page) -> None:
     assert text.count("fit 2 begins") > 0
     assert "fit 3 begins" not in text  # It continues with epoch 4 of fit 2.
     assert "in epoch 7" in text
+    assert "Of training 3, the last one" in text
 
 
 def test_another_process_replaces_the_page(page, monkeypatch) -> None:
@@ -233,11 +227,8 @@ def test_a_folder_as_path_is_an_error(tmp_path) -> None:
 
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    wrong = tmp_path / "file" / "report.html"
-    with pytest.raises(
-        NotADirectoryError, match=r"cannot be written to .* Give a path"
-    ):
-        train(make(), wrong)
+    with pytest.raises(NotADirectoryError, match=r"file/report\.html\.d"):
+        train(make(), tmp_path / "file" / "report.html")
 
 
 @pytest.mark.parametrize("kind", ["none", "one", "list", "CallbackList"])
@@ -295,13 +286,6 @@ def test_no_memory_statistics_after_a_device_failure(page, monkeypatch) -> None:
         train(make(), page, callbacks=[Break()])
     text = page.read_text()
     assert "interrupted: ValueError: the first error (epoch 1, step 1)" in text
-
-
-def test_an_error_message_with_lone_surrogates(page) -> None:
-    error = FileNotFoundError("train\udce9.npz")
-    with pytest.raises(FileNotFoundError):
-        train(make(), page, callbacks=[Boom(error)])
-    assert ": FileNotFoundError: train" in page.read_text()
 
 
 def test_out_of_memory_in_the_measurement(page, monkeypatch, caplog) -> None:

@@ -9,23 +9,16 @@ import keras
 import numpy as np
 import pytest
 from tests.conftest import mirrored
-from tests.report.loops import X, make_step, on_worker, train
+from tests.report.loops import X, fits_of, make_step, on_worker, train
 
 import replicax as rx
 import replicax.testing
-from replicax.report.runs import Fit, read_run
+from replicax.report.runs import read_run
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     return tmp_path / "report.html"
-
-
-def fits_of(page: Path) -> list[Fit]:
-    run = read_run(page)
-    assert run.chief is not None
-    assert not run.missing
-    return run.chief.fits
 
 
 @pytest.mark.parametrize("way", ["run", "watch", "nothing"])

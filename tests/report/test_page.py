@@ -110,15 +110,17 @@ def test_every_chart_has_a_description() -> None:
 
 
 @pytest.mark.parametrize("state", ["running", "done", "interrupted"])
-def test_the_page_of_a_running_training_reloads_itself(state: str) -> None:
-    tags = Parsed(page(fit(epoch(0), state=state))).tags
+def test_the_page_shows_the_state_and_reloads_itself_while_it_runs(state: str) -> None:
+    text = page(fit(epoch(0), state=state, error="ValueError: bad"))
+    assert f'<span class="state {state}">{state}</span>' in text
+    assert ("was interrupted: ValueError: bad" in text) == (state == "interrupted")
+    tags = Parsed(text).tags
     reloads = [a["content"] for _, a in tags if a.get("http-equiv") == "refresh"]
     assert reloads == (["5"] if state == "running" else [])
     assert "script" not in {tag for tag, _ in tags}
 
 
-def test_the_page_before_the_first_event() -> None:
-    assert "There is nothing to show yet" in page_of(Run(workers=[], missing=[]))
+def test_the_page_before_the_end_of_an_epoch() -> None:
     assert "No epoch has ended yet" in page(fit())
 
 
@@ -132,19 +134,6 @@ def test_nan_is_a_gap() -> None:
     assert line[1].count("M") == 3
     assert figure.count('class="dot"') == 4
     assert "Not finite in 2 epochs, first in epoch 3." in figure
-
-
-def test_a_metric_that_is_always_nan() -> None:
-    text = page(fit(epoch(0, {"loss": math.nan}), epoch(1, {"loss": math.nan})))
-    assert "Not finite in 2 epochs, first in epoch 1." in text
-
-
-def test_fits_one_after_another() -> None:
-    second = fit(epoch(0), epoch(1), number=2, facts={"model": "other"})
-    text = page(fit(epoch(0), epoch(1), state="done"), second)
-    assert "fit 2 begins" in text
-    assert "in epoch 4" in text
-    assert "Of training 2, the last one" in text
 
 
 def test_large_ratios_are_logarithmic() -> None:
@@ -220,10 +209,3 @@ def test_memory_has_round_numbers() -> None:
     figure = text[text.index("Memory of the process") :]
     assert ">400 MiB<" in figure
     assert "epoch 1: 450 MiB" in figure
-
-
-@pytest.mark.parametrize("state", ["running", "done", "interrupted"])
-def test_the_page_shows_the_state(state) -> None:
-    text = page(fit(epoch(0), state=state, error="ValueError: bad"))
-    assert f'<span class="state {state}">{state}</span>' in text
-    assert ("was interrupted: ValueError: bad" in text) == (state == "interrupted")

@@ -178,7 +178,7 @@ class Report(LateCallback):
             outer = "another recording" if is_open else "fit"
             raise ContextError(
                 f"Report.recording: {os.fspath(self.path)!r} cannot record inside "
-                f"{outer}. End that first; to fit, pass callbacks=[report]."
+                f"{outer}. End it first, or pass fit(callbacks=[report])."
             )
         self._run = run = FitReport(self._page, strategy, None, {}, measures=False)
         try:

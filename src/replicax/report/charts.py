@@ -8,17 +8,18 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-__all__ = ["Chart", "Curve", "Series", "chart_of", "plain", "ticks"]
+__all__ = ["Chart", "Point", "Series", "chart_of", "plain", "ticks"]
 
 _MAX_DOTS = 500  # Longer curves have no tooltips.
-_NUM_COLORS = 8
-_SIZE = 1000
+_SIZE = 1000  # Width and height of the plot, in units of SVG paths.
 _LOG_FROM = 100.0  # Ratio of the largest value to the smallest.
 _HUGE = 1e300  # Limit of the axis: differences and powers of ten stay finite.
 _FLAT = 1e-9  # Values that differ by less, relative to the largest, are equal.
 
 Point = tuple[float, float]
-Label = tuple[float, str]  # The place on an axis, from 0 to 1, and the text.
+
+Chart = dict[str, object]
+"""The values of the template `chart.html`, which describes them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,37 +33,6 @@ class Series:
     def points(self) -> list[Point]:
         """The points of all parts."""
         return [point for part in self.parts for point in part]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A curve as SVG, of a color's class in the style sheet.
-
-    `dots` are the place and the tooltip of each point; none for long curves.
-    """
-
-    name: str
-    color: str
-    path: str
-    dots: Sequence[tuple[str, str]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chart:
-    """The values of the chart's template.
-
-    `in_words` is for screen readers. `borders` are the beginning of each further `fit`,
-    and its name. `size` is the plot's width and height, in units of the paths.
-    """
-
-    title: str
-    note: str
-    in_words: str
-    curves: Sequence[Curve]
-    y_labels: Sequence[Label]
-    x_labels: Sequence[Label]
-    borders: Sequence[Label]
-    size: int = _SIZE
 
 
 def plain(value: float) -> str:
@@ -86,8 +56,8 @@ def chart_of(
     """Make a chart of curves over epochs; None without points.
 
     `unit` formats a y. With `from_zero` the y axis begins at 0 and is linear. `borders`
-    are the x at which each further `fit` begins, and its name. `note` is a sentence
-    below the title.
+    has the x at which each `fit` but the first begins, and the name of that `fit`.
+    `note` is a sentence below the title.
     """
     series = [s for s in series if s.points]
     if not series:
@@ -97,15 +67,16 @@ def chart_of(
         [y for _, y in points if math.isfinite(y)], [x for x, _ in points], from_zero
     )
     at_borders = [(scale.across(x), name) for x, name in borders]
-    return Chart(
-        title=f"{title} (logarithmic)" if scale.is_log else title,
-        note=note,
-        in_words=f"{title}: {'; '.join(map(_in_words, series))}",
-        curves=[_curve(s, i, scale, unit) for i, s in enumerate(series)],
-        y_labels=[(scale.up(y), unit(y)) for y in scale.y_ticks],
-        x_labels=[(scale.across(x), plain(x)) for x in scale.x_ticks],
-        borders=[(at, name) for at, name in at_borders if 0 < at < 1],
-    )
+    return {
+        "title": f"{title} (logarithmic)" if scale.is_log else title,
+        "note": note,
+        "in_words": f"{title}: {'; '.join(map(_in_words, series))}",
+        "curves": [_curve(s, scale, unit) for s in series],
+        "y_labels": [(scale.up(y), unit(y)) for y in scale.y_ticks],
+        "x_labels": [(scale.across(x), plain(x)) for x in scale.x_ticks],
+        "borders": [(at, name) for at, name in at_borders if 0 < at < 1],
+        "size": _SIZE,
+    }
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -164,8 +135,8 @@ class _AxisScale:
 
 
 def _curve(
-    series: Series, index: int, scale: _AxisScale, unit: Callable[[float], str]
-) -> Curve:
+    series: Series, scale: _AxisScale, unit: Callable[[float], str]
+) -> dict[str, object]:
     path = ""
     dots: list[tuple[str, str]] = []
     for part in series.parts:
@@ -178,12 +149,8 @@ def _curve(
             path += command + place
             command = "L"
             dots.append((place, f"{series.name}, epoch {plain(x)}: {unit(y)}"))
-    return Curve(
-        name=series.name,
-        color=f"s{index % _NUM_COLORS}",
-        path=path,
-        dots=dots if len(dots) <= _MAX_DOTS else [],
-    )
+    dots = dots if len(dots) <= _MAX_DOTS else []
+    return {"name": series.name, "path": path, "dots": dots}
 
 
 def _in_words(series: Series) -> str:

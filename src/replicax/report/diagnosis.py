@@ -18,10 +18,10 @@ Kind = Literal["alone", "replicas", "servers", "central"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measurements:
-    """Measurements of a training; shares are of a step's time, from 0 to 1.
+    """Measurements of a training; NaN or None: not measured.
 
-    A NaN or None was not measured. `kind` says where the variables are: on the only
-    replica, on each replica, on parameter servers, or on a device of the machine.
+    Shares are of a step's time, from 0 to 1. `kind` is the place of the variables: the
+    only replica, each replica, parameter servers, or one device of the machine.
     """
 
     executions: int  # Of programs, except those that compiled.
@@ -31,7 +31,7 @@ class Measurements:
     num_replicas: int = 1
     kind: Kind = "alone"
     input: float = 0.0  # Share of waiting for input, on the worker that waits most.
-    communication: float | None = None  # Share of all-reducing, or of servers' answers.
+    communication: float | None = None  # Share of all-reduces or servers' replies.
     start: float | None = None  # Share of starting programs.
     steps_per_execution: int = 1
     is_compressed: bool = False  # Whether gradients are sent as bfloat16.

@@ -13,10 +13,11 @@ __all__ = ["mean_staleness", "memory_bytes", "metric_charts", "speed_charts"]
 _MAX_WORKER_CURVES = 6
 
 
-class _EpochPositions:
+class _EpochAxis:
     """Positions of epochs on the x axis, where each `fit` follows the previous one.
 
     A `fit` with an `initial_epoch` continues the epoch numbers of the previous one.
+    `borders` has the position before each further `fit`, and its name.
     """
 
     def __init__(self, fits: Sequence[Fit]) -> None:
@@ -32,16 +33,14 @@ class _EpochPositions:
             self._offsets.setdefault(number, offset)
             end = max([end, *(offset + e.number + 1 for e in fit.epochs)])
 
-    def of(self, fit: Fit, epoch: EpochRecord) -> float:
+    def position(self, fit: Fit, epoch: EpochRecord) -> float:
         return float(self._offsets.get(fit.begin.number, 0) + epoch.number + 1)
 
 
 def metric_charts(run: Run) -> list[Chart]:
     """Make a chart for each loss and metric, training and validation together."""
-    if run.chief is None:
-        return []
     fits = run.chief.fits
-    positions = _EpochPositions(fits)
+    axis = _EpochAxis(fits)
     names = dict.fromkeys(n for f in fits for e in f.epochs for n in e.logs)
     bases = list(dict.fromkeys(name.removeprefix("val_") for name in names))
     bases.sort(key=lambda base: base != "loss")  # The loss first.
@@ -51,14 +50,14 @@ def metric_charts(run: Run) -> list[Chart]:
         series = [
             Series(
                 name=label,
-                parts=_parts(fits, positions, lambda _, e, name=name: e.logs.get(name)),
+                parts=_parts(fits, axis, lambda _, e, name=name: e.logs.get(name)),
             )
             for name, label in labels
             if name in names
         ]
         title = base if base in names else f"{base} (validation)"
         note = _describe_gaps(series)
-        charts.append(chart_of(title, series, borders=positions.borders, note=note))
+        charts.append(chart_of(title, series, borders=axis.borders, note=note))
     return [chart for chart in charts if chart is not None]
 
 
@@ -73,55 +72,53 @@ def _describe_gaps(series: Sequence[Series]) -> str:
 
 def speed_charts(run: Run) -> list[Chart]:
     """Make the charts of throughput, step time, input wait, memory and staleness."""
-    if run.chief is None:
-        return []
-    positions = _EpochPositions(run.chief.fits)
+    axis = _EpochAxis(run.chief.fits)
     epochs = [e for w in run.workers for f in w.fits for e in f.epochs]
     peak = max((b for b in map(memory_bytes, epochs) if math.isfinite(b)), default=0.0)
     # One unit for the whole axis, so that its labels are round numbers.
     size, suffix = (2.0**30, "GiB") if peak >= 2**31 else (2.0**20, "MiB")
-    place = "process" if any(e.memory.of == "process" for e in epochs) else "device"
-    table: list[tuple[str, list[Series], Callable[[float], str], str]] = [
-        (
+    of_process = any(e.memory.of == "process" for e in epochs)
+
+    def chart(
+        title: str, series: list[Series], unit: Callable[[float], str], note: str = ""
+    ) -> Chart | None:
+        borders = axis.borders
+        return chart_of(
+            title, series, unit=unit, from_zero=True, borders=borders, note=note
+        )
+
+    def by_worker(value: Callable[[EpochRecord], float]) -> list[Series]:
+        return _by_worker(run, axis, value)
+
+    charts = [
+        chart(
             "Throughput",
-            [Series(name="all workers", parts=_throughput(run, positions))],
+            [Series(name="all workers", parts=_throughput(run, axis))],
             lambda y: f"{decimal(y)}/s".replace(" /", "/"),
             "Examples per second, of all workers, without the time to compile.",
         ),
-        (
+        chart(
             "Time of a step",
-            _by_worker(run, positions, lambda e: e.step_s),
+            by_worker(lambda e: e.step_s),
             lambda y: seconds(y) if y else "0",
-            "",
         ),
-        (
+        chart(
             "Waiting for input",
-            _by_worker(run, positions, lambda e: e.input_share),
+            by_worker(lambda e: e.input_share),
             lambda y: f"{100 * y:.3g}%",
             "Share of the time in which the devices had nothing to compute.",
         ),
-        (
-            f"Memory of the {'fullest ' * (place == 'device')}{place}",
-            _by_worker(run, positions, lambda e: memory_bytes(e) / size),
+        chart(
+            f"Memory of the {'process' if of_process else 'fullest device'}",
+            by_worker(lambda e: memory_bytes(e) / size),
             lambda y: f"{y:.4g} {suffix}",
-            "",
         ),
-        (
+        chart(
             "Staleness of gradients",
-            _by_worker(run, positions, lambda e: mean_staleness(e.staleness)),
+            by_worker(lambda e: mean_staleness(e.staleness)),
             plain,
             "Mean number of updates between a gradient's values and its own update.",
         ),
-    ]
-    charts = [
-        chart_of(
-            *(title, series),
-            unit=unit,
-            from_zero=True,
-            borders=positions.borders,
-            note=note,
-        )
-        for title, series, unit, note in table
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -142,22 +139,22 @@ def mean_staleness(staleness: Mapping[int, int]) -> float:
 
 def _parts(
     fits: Sequence[Fit],
-    positions: _EpochPositions,
+    axis: _EpochAxis,
     value: Callable[[Fit, EpochRecord], float | None],
 ) -> list[list[Point]]:
     parts = []
     for fit in fits:
-        points = [(positions.of(fit, e), value(fit, e)) for e in fit.epochs]
+        points = [(axis.position(fit, e), value(fit, e)) for e in fit.epochs]
         parts.append([(x, y) for x, y in points if y is not None])
     return [part for part in parts if part]
 
 
 def _by_worker(
-    run: Run, positions: _EpochPositions, value: Callable[[EpochRecord], float]
+    run: Run, axis: _EpochAxis, value: Callable[[EpochRecord], float]
 ) -> list[Series]:
     """Make a curve for each worker; for many workers minimum, median and maximum."""
     curves = [
-        Series(name=w.name, parts=_parts(w.fits, positions, lambda _, e: value(e)))
+        Series(name=w.name, parts=_parts(w.fits, axis, lambda _, e: value(e)))
         for w in run.workers
     ]
     curves = [c for c in curves if any(math.isfinite(y) for _, y in c.points)]
@@ -181,8 +178,7 @@ def _by_worker(
     ]
 
 
-def _throughput(run: Run, positions: _EpochPositions) -> list[list[Point]]:
-    assert run.chief is not None
+def _throughput(run: Run, axis: _EpochAxis) -> list[list[Point]]:
     totals: dict[tuple[int, int], float] = {}
     for worker in run.workers if run.chief.fits[-1].begin.counts_own else [run.chief]:
         # The last record of an epoch counts: a restarted worker may repeat one.
@@ -196,6 +192,6 @@ def _throughput(run: Run, positions: _EpochPositions) -> list[list[Point]]:
                 totals[key] = totals.get(key, 0.0) + rate
     return _parts(
         run.chief.fits,
-        positions,
+        axis,
         lambda f, e: totals.get((f.begin.number, e.number), math.nan),
     )

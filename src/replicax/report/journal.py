@@ -39,28 +39,20 @@ def files_of(page: Path) -> list[tuple[int, Path]]:
 class Journal:
     """Writes one worker's event log.
 
-    With `fresh` it deletes the events of an older report. `path` is the file. After a
-    failed write, `has_failed` is true and the journal drops later events. Raises
-    `OSError` if the folder cannot be created or written to.
+    `path` is the file. With `fresh`, the events of an older report are deleted. After
+    a failed write, `has_failed` is true, and later events are dropped. Raises `OSError`
+    if the folder cannot be created or written to.
     """
 
     def __init__(self, page: Path, index: int, *, fresh: bool) -> None:
         folder = folder_of(page)
         self.path = folder / f"worker-{index}.jsonl"
         self.has_failed = False
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with self.path.open("wb" if fresh else "ab") as stream:
-                if stream.tell():  # A killed process may have left part of a line.
-                    stream.write(b"\n")
-                self._size = stream.tell()
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"Report: {folder} cannot be written to ({error.strerror}). Give a "
-                "path in a folder that this process may write to; got",
-                str(page),
-            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.path.open("wb" if fresh else "ab") as stream:
+            if stream.tell():  # A killed process may have left part of a line.
+                stream.write(b"\n")
+            self._size = stream.tell()
 
     def add(self, event: msgspec.Struct) -> None:
         """Append an event; log a warning if the write fails."""

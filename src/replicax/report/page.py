@@ -75,8 +75,6 @@ def _templates() -> jinja2.Environment:
 def _values(run: Run, now: float) -> dict[str, object]:
     """Compute the template's values by name."""
     chief = run.chief
-    if chief is None:
-        return {"title": "Training report", "began": "", "state": "running"}
     fit = chief.fits[-1]
     facts = fit.begin.facts
     shares = {name: x for name, x in fit.end.shares.items() if x is not None}

@@ -34,10 +34,11 @@ class Tally:
     examples: int = 0
     stalled_s: float = 0.0  # The host prepared a batch, and the devices were idle.
     waits_s: float = 0.0  # The host waited for other tasks.
+    # Of first executions.
     first_executions: int = 0
     first_steps: int = 0
     first_examples: int = 0
-    first_s: float = 0.0  # Until the devices finished, without input.
+    first_s: float = 0.0  # From the batch until the devices have finished.
 
 
 class Recorder:
@@ -112,14 +113,14 @@ class Recorder:
     def end_input(
         self, began: float, shapes: PyTree, steps: int, examples: int
     ) -> None:
-        """Count a batch of arrays of these `shapes`, for `steps`, that is ready."""
+        """Count a prepared batch with arrays of `shapes`, for `steps` steps."""
         tally = self.tally
         # Rounding may leave a negative difference.
         input_s = max(0.0, time.perf_counter() - began - self._waits_in_input_s)
         if self._devices_idle:
             tally.stalled_s += input_s
         elif _is_ready(self._last):
-            tally.stalled_s += input_s / 2  # They became idle at an unknown time.
+            tally.stalled_s += input_s / 2  # The devices became idle meanwhile.
         tally.steps += steps
         tally.examples += examples
         if shapes not in self._compiled_shapes:
@@ -147,7 +148,7 @@ class Recorder:
         if num_batches or self._steps_s is None:
             self._last = _array_of(logs)
         if not num_batches:
-            return  # It is a second program of the batch, or evaluates.
+            return  # A second program for the same batch, or an evaluation.
         tally.steps += max(0, num_steps - num_batches)
         self._steps_s = None
         tally.executions += 1
@@ -168,9 +169,9 @@ class Recorder:
 
 
 def _array_of(logs: PyTree) -> PyTree:
-    """Return the smallest of an execution's results; None without any.
+    """Return the smallest array of an execution's results; None without any.
 
-    They become ready together. A kept loss needs less memory than kept weights.
+    All become ready together, and keeping the smallest needs the least memory.
     """
     arrays = [x for x in jax.tree.leaves(logs) if hasattr(x, "is_ready")]
     return min(arrays, key=np.size, default=None)

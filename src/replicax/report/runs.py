@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from replicax.report.journal import files_of
+from replicax.report.journal import files_of, folder_of
 
 __all__ = [
     "EpochRecord",
@@ -45,16 +45,12 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 
 
 class FitBegin(_Event, frozen=True, kw_only=True, tag="begin"):
-    """The first event of a `fit`.
-
-    With `counts_own` a worker counts its own examples only, otherwise all workers'.
-    `facts` is the configuration, as JSON values by name.
-    """
+    """The first event of a `fit`; `facts` is the configuration, as JSON values."""
 
     worker: str
     workers: Sequence[str] = ()  # All workers.
     number: int = 1  # Of this call of `fit` in its process, from 1.
-    counts_own: bool = False
+    counts_own: bool = False  # Whether `counts` are of this worker only, or of all.
     facts: Mapping[str, object] = {}
 
 
@@ -141,17 +137,21 @@ class Run:
     missing: Sequence[str] = ()  # Workers without a record.
 
     @property
-    def chief(self) -> WorkerRecord | None:
+    def chief(self) -> WorkerRecord:
         """The worker whose logs the page shows."""
-        return self.workers[0] if self.workers else None
+        return self.workers[0]
 
 
 def read_run(page: Path) -> Run:
-    """Read the workers' event logs for a page; without any, an empty run."""
+    """Read the workers' event logs for a page.
+
+    Raises:
+        OSError: If there are none, or one cannot be read.
+    """
     workers = [_worker(number, file) for number, file in files_of(page)]
     workers = [worker for worker in workers if worker.fits]
     if not workers:
-        return Run(workers=[])
+        raise FileNotFoundError(f"there are no events in {folder_of(page)}")
     names = workers[0].fits[-1].begin.workers
     began = workers[0].fits[0].begin.time
     current = [
@@ -194,29 +194,29 @@ def _add(worker: WorkerRecord, event: _Events) -> None:
 
 
 def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:
-    """Merge epochs into one, with the last one's logs and number.
+    """Add up epochs; the result has the number and logs of the last.
 
-    If no step of an epoch was timed, because all executions compiled or other workers
-    ran the steps, its counts and compile time are added, but not its other times.
+    An epoch has no timed step if all of its executions compiled, or if other workers
+    ran its steps. Such an epoch adds its counts and the time to compile, but no other
+    times.
     """
     counts: Counter[str] = Counter()
     staleness: Counter[int] = Counter()
     wall_s = exchange_s = 0.0
     for epoch in epochs:
         staleness.update(epoch.staleness)
-        counts.update(epoch.counts)
         if epoch.timed_steps > 0:
+            counts.update(epoch.counts)
             wall_s += epoch.wall_s
             exchange_s += epoch.exchange_s
-        else:  # Remove the durations from the counts.
-            counts.subtract(
-                {k: epoch.counts.get(k, 0) for k in ("stalled_s", "waits_s")}
-            )
+        else:
+            left_out = ("stalled_s", "waits_s")
+            counts.update({k: x for k, x in epoch.counts.items() if k not in left_out})
             wall_s += epoch.counts.get("first_s", 0.0)
     return msgspec.structs.replace(
         epochs[-1],
         wall_s=wall_s,
-        counts={name: max(0, count) for name, count in counts.items()},
+        counts=counts,
         exchange_s=exchange_s,
-        staleness=dict(staleness),
+        staleness=staleness,
     )

@@ -54,8 +54,9 @@ _num_fits: dict[Path, int] = {}
 class FitReport:
     """Records one call of `fit`, or a custom loop without `model`, in this process.
 
-    `params` are Keras' parameters of callbacks. With `measures`, of which all workers
-    use the chief's value, it measures after training.
+    `params` is Keras' dict of `fit`'s arguments for callbacks. With `measures`, it
+    measures communication and program starts after training; synchronous workers use
+    the chief's value.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class FitReport:
         self.begin_epoch(self._epoch + 1)
 
     def end(self) -> str:
-        """Measure and write the last page; return the diagnosis, or an empty string."""
+        """Measure, and write the last page; return the diagnosis, empty if none."""
         event = FitEnd(state="done")
         if self._measures and self._total:
             measured = self._measured()
@@ -286,7 +287,12 @@ class FitReport:
 
     def _compare_workers(self, total: EpochRecord) -> tuple[float, float, str]:
         """Return the examples per second, the largest input share, and its worker."""
-        others = self._await_others(self._ended_epoch) if self.worker.is_chief else []
+
+        def has_ended(worker: WorkerRecord) -> bool:
+            epochs = worker.fits[-1].epochs
+            return bool(epochs) and epochs[-1].number >= self._epoch
+
+        others = self._await_others(has_ended) if self.worker.is_chief else []
         last_fits = {worker.name: worker.fits[-1].epochs for worker in others}
         totals = {name: merged(epochs) for name, epochs in last_fits.items() if epochs}
         totals[self.worker.name] = total
@@ -300,10 +306,6 @@ class FitReport:
         is_alone = len(self.worker.names) == 1
         share = shares.get(input_worker, 0.0)
         return rate, share, "" if is_alone else input_worker
-
-    def _ended_epoch(self, worker: WorkerRecord) -> bool:
-        epochs = worker.fits[-1].epochs
-        return bool(epochs) and epochs[-1].number >= self._epoch
 
     def _kind(self) -> diagnosis.Kind:
         strategy = self.worker.strategy
@@ -319,7 +321,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
-    """Select the logs that are single numbers, which a curve can show."""
+    """Select the logs that a curve can show: single numbers."""
     numbers = {}
     for name, value in logs.items():
         array = np.asarray(value)
