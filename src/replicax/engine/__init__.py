@@ -1,10 +1,11 @@
 """The engine: a replica function becomes one XLA program.
 
-`program` is the entry: it discovers the Keras variables that a function uses, compiles
-one program and writes the new values back. At its end, a step combines each variable's
-values over the replicas: `step_variables`. `Optimizer.apply` first passes the gradients
-to the replica context, which combines them.
+`program` is the entry point: it discovers the Keras variables that a function uses,
+compiles one program and writes the new values back. `Optimizer.apply` lets the replica
+context combine the gradients before the update. At the end of a step, `step_variables`
+combines the replicas' values of each variable.
 
-The replica's index is added to each seed at the start of a step and removed at its end,
-so random numbers differ between replicas and the variables stay mirrored.
+At the start of a step, each replica offsets every seed by a multiple of its index; the
+end of the step restores the seed. So replicas draw different random numbers, while the
+variables of the seeds stay mirrored.
 """

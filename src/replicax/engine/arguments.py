@@ -94,7 +94,7 @@ class Arguments:
     def specs(
         self, axis_name: str, leading: tuple[None, ...]
     ) -> tuple[PartitionSpec, ...]:
-        """Each array's `PartitionSpec`; `leading` has a None per dimension in front."""
+        """Each array's `PartitionSpec`; `leading` has a None per leading dimension."""
         split, whole = PartitionSpec(*leading, axis_name), PartitionSpec()
         return tuple(whole if x is Kind.MIRRORED else split for x in self._array_kinds)
 
@@ -111,12 +111,12 @@ class Arguments:
         ]
         return mapped, in_axes
 
-    def require_equal_as(self, earlier: "Arguments", name: str) -> None:
-        """Compare with an earlier call of the same function, `name`.
+    def require_still_equal(self, earlier: "Arguments", name: str) -> None:
+        """Compare with an `earlier` call of the same function, `name`.
 
         Raises:
-            DivergenceError: If an argument was equal on all replicas earlier, and is
-                now a result of `run` that differs between them.
+            DivergenceError: If an argument was equal on all replicas then, and is now a
+                result of `run` that differs between them.
         """
         if (earlier._structure, earlier._are_static) != (
             self._structure,
@@ -137,7 +137,7 @@ class Arguments:
         )
 
     def numbers_in(self, positions: Sequence[int]) -> list[int]:
-        """The numbers of the arrays in the arguments at some positions."""
+        """The numbers of the arrays in the positional arguments at `positions`."""
         positional, _ = self._structure.children()
         kinds, numbers, count = iter(self._kinds), list[int](), itertools.count()
         for position, argument in enumerate(positional.children()):
@@ -340,10 +340,10 @@ _TYPE_OF_ARRAY = operator.attrgetter("aval")
 
 
 class CallFlattener:
-    """Flattens calls like `flatten_call`, but repeated calls without work per leaf.
+    """Flattens calls like `flatten_call`; repeated calls need no work per leaf.
 
-    In a repeated call, such as with a training state that each step replaces, all
-    leaves are JAX arrays of the same types and shardings as in an earlier call.
+    A call is repeated if all its leaves are JAX arrays of the same types and shardings
+    as in an earlier call, such as a training state that each step replaces.
     """
 
     def __init__(self, place: Callable[[PyTree, Kind], ArrayLike]) -> None:

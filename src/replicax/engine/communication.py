@@ -42,7 +42,7 @@ GradientHook: TypeAlias = Callable[[list[jax.Array | None]], Sequence[jax.Array 
 class CollectiveCommunication(enum.Enum):
     """The implementation of collectives between workers.
 
-    (TF: `tf.distribute.experimental.CommunicationImplementation`, before
+    (TF: `tf.distribute.experimental.CommunicationImplementation`, formerly
     `CollectiveCommunication`.)
 
     Attributes:

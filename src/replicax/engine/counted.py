@@ -17,7 +17,7 @@ __all__ = ["CountedReplicas"]
 
 
 class CountedReplicas:
-    """The replicas of a step; some may compute on copies, and do not count."""
+    """The replicas of a step; replicas that compute on copies do not count."""
 
     def __init__(
         self, group: ReplicaGroup, gradient_op: ReduceOp, num_active: int | None

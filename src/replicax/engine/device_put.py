@@ -23,8 +23,8 @@ __all__ = [
     "is_spread",
     "laid_out",
     "local_value",
+    "place_rows",
     "resharded",
-    "rows",
     "unaliased",
     "warn_of_wide_integers",
 ]
@@ -122,7 +122,7 @@ def local_value(value: PyTree) -> PyTree:
     return value
 
 
-def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
+def place_rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """Place arrays of this process' rows, which are split over all processes."""
     if has_no_devices(sharding):
         return tree

@@ -52,8 +52,8 @@ def mesh_of(
     return Mesh(grid, (_AXIS, split.axis_name)), axis
 
 
-# Each row of `grid` holds the devices of one replica.
 def _names(grid: np.ndarray) -> tuple[str, ...]:
+    """The names of the mesh axis' positions; a position's devices are a row."""
     return tuple("+".join(map(device_name, row)) for row in grid)
 
 

@@ -9,7 +9,7 @@ __all__ = ["Label", "Labels"]
 
 
 Label = tuple[str, int]
-"""A variable's path, and the number of variables created before with that path."""
+"""A variable's path, and the number of earlier variables with the same path."""
 
 
 class Labels:
@@ -45,7 +45,7 @@ class Labels:
         return label
 
     def find(self, label: Label) -> Variable | None:
-        """The variable of a label; None: this worker has no such variable."""
+        """The variable of a label; None if this worker has no such variable."""
         return self._variables.get(label)
 
     def __iter__(self) -> Iterator[tuple[Label, Variable]]:

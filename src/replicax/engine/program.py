@@ -78,7 +78,7 @@ class Program:
         deferred_updates: The updates that the strategy's home makes after the program.
         changed: `written`, and the variables of the deferred updates.
         variables: `changed` and `inputs`.
-        at_home: An object that the strategy's home keeps with the program.
+        at_home: Data that the strategy's home attaches to the program.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Program:
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         """Run the program and store the written values; return the other outputs.
 
-        Both are one call of C, since Python handles signals only between its own
+        One call of C does both, since Python handles signals only between its own
         instructions.
         """
         calls = itertools.starmap(self._jitted, (arguments,))

@@ -1,6 +1,7 @@
 """Names of higher layers' classes, for annotations.
 
-The engine imports no higher layer at run time; type checkers see the classes.
+The engine imports no higher layer at run time; type checkers see the classes. A `Home`
+stores a strategy's variables; some homes also update them, after a program.
 """
 
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,4 +27,4 @@ __all__ = [
 ]
 
 STATE_HOME = "_replicax_home"
-"""Attribute of an optimizer whose state is not on the replicas: the state's `Home`."""
+"""Attribute of an optimizer whose state is kept by a `Home`, not in variables."""

@@ -174,8 +174,8 @@ def current_trace(caller: str) -> StepTrace:
 def rebind(closed: ClosedJaxpr, num_targets: int) -> ClosedJaxpr:
     """Make the equations after each `watch` use the perturbed array.
 
-    The step's Python code goes on with the array that it passed to `watch`. The outputs
-    of `closed` are the targets, then pairs (watched, perturbed).
+    The step's Python code continues to use the array that it passed to `watch`. The
+    outputs of `closed` are the targets, then pairs (watched, perturbed).
     """
     jaxpr = closed.jaxpr
     pairs = jaxpr.outvars[num_targets:]

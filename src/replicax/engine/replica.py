@@ -93,8 +93,8 @@ class ReplicaContext(CountedReplicas):
                 `fit`.
             num_active: Number of replicas that hold examples of this batch; None: all.
                 The last replicas compute on copies, which results leave out.
-            divides_updates: Whether updates are divided over the devices, after the
-                replica function.
+            divides_updates: Whether updates follow the replica function, and each
+                device makes its part of them.
         """
         super().__init__(group, gradient_op, num_active)
         self.strategy = group.strategy
@@ -104,7 +104,7 @@ class ReplicaContext(CountedReplicas):
         self.has_trained = False
         # Ids of variables of aggregation "sum" to which all replicas assign one value.
         self.mirrored_sums: set[int] = set()
-        # Ids of those whose value is the sum of the replicas' values.
+        # Ids of the "sum" variables that hold a summand of their value in the step.
         self.summands: set[int] = set()
         self._is_in_apply = False
 
@@ -161,8 +161,8 @@ class ReplicaContext(CountedReplicas):
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
             value: A pytree of arrays of any shape, one per replica.
             options: Buckets, compression and hook of this sum, such as for gradients.
-                Defaults to the buckets of the strategy's `communication_options`; their
-                compression and hook, which change values, are for `optimizer.apply`.
+                Defaults to the buckets of the strategy's `communication_options`. Their
+                compression and hook change values, and apply to `optimizer.apply` only.
 
         Returns:
             The same pytree, combined element by element. With 2 replicas that hold 1.0
@@ -192,7 +192,7 @@ class ReplicaContext(CountedReplicas):
         require_dense(value, caller)
         require_summable(value, caller, "all_gather")
         leaves, structure = jax.tree.flatten(value)
-        own = [_summable(x, op) for x in leaves]
+        own = [_cast_like_result(x, op) for x in leaves]
         sums = sum_gradients(
             own,
             group.cross_device_ops,
@@ -281,7 +281,7 @@ class ReplicaContext(CountedReplicas):
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
-        """Enter the context of a strategy with a single replica, which has all rows."""
+        """Enter a context in which this replica is the only one, and has all rows."""
         context = self
         if self.num_replicas_here > 1:
             context = ReplicaContext(self._group.alone(), gradient_op=self._gradient_op)
@@ -312,7 +312,7 @@ class ReplicaContext(CountedReplicas):
             group.axis,
             group.communication,
             dims=dims,
-            # After the user's hook, which may change gradients of copies.
+            # After the user's hook: it may make gradients of copies nonzero.
             on_device=lambda own: group.sum_on_device(self.counted(own)),
             weights=weights,
             # If weights are not sharded, the program gathers new weights afterwards.
@@ -418,10 +418,10 @@ class ReplicaContext(CountedReplicas):
             )
 
 
-def _summable(x: ArrayLike, op: ReduceOp) -> jax.Array:
+def _cast_like_result(x: ArrayLike, op: ReduceOp) -> jax.Array:
     """Cast an array to the dtype of its `jnp.sum` or `jnp.mean`."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    like = jnp.sum if op is ReduceOp.SUM else jnp.mean
-    return x.astype(jax.eval_shape(like, x).dtype)
+    reduction = jnp.sum if op is ReduceOp.SUM else jnp.mean
+    return x.astype(jax.eval_shape(reduction, x).dtype)

@@ -16,10 +16,14 @@ __all__ = ["ReplicaAxis", "join", "joined_sum", "split"]
 class ReplicaAxis:
     """The mesh axis along which the replicas lie.
 
+    A position of the axis is a device with one or several replicas, or all devices of
+    one replica.
+
     Attributes:
         name: The axis' name in the mesh.
-        devices: Names of the replicas' devices, in the order of the replicas.
-        num_per_host: Number of replicas on one host.
+        devices: For each position the name of its device, or of its devices, joined by
+            `"+"`.
+        num_per_host: Number of positions on one host.
     """
 
     name: str
@@ -28,7 +32,7 @@ class ReplicaAxis:
 
     @property
     def size(self) -> int:
-        """Number of replicas."""
+        """Number of positions; the number of replicas if each device has one."""
         return len(self.devices)
 
     @property
@@ -38,7 +42,7 @@ class ReplicaAxis:
 
     @property
     def overlaps(self) -> bool:
-        """Whether sums can overlap with computation: if each replica is one GPU.
+        """Whether sums can overlap with computation: if each position is one GPU.
 
         If a replica had several devices, a bucket would have to be gathered from them.
         """

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 
 from replicax._private.keras import current_scope, set_current_scope
-from replicax.engine.meshes import outside_meshes
 from replicax.engine.protocols import StrategyLike
 from replicax.errors import ContextError
 
@@ -22,6 +21,7 @@ __all__ = [
     "current_context",
     "current_strategy",
     "entered_context",
+    "outside_meshes",
     "outside_scopes",
     "required_context",
 ]
@@ -50,7 +50,7 @@ def current_context() -> "ReplicaContext | None":
 
 
 def required_context() -> "ReplicaContext":
-    """`current_context`, for code that only replica functions call."""
+    """The current `ReplicaContext`; a ContextError outside a replica function."""
     if _state.context is None:
         raise ContextError("Called outside a replica function. Use strategy.run.")
     return _state.context
@@ -87,13 +87,25 @@ def outside_scopes() -> Generator[None]:
         _state.strategies = outer
 
 
+def outside_meshes(call: Callable[[], T]) -> T:
+    """Call a function without the user's mesh (`jax.set_mesh`).
+
+    Programs use their strategy's mesh, which JAX refuses while another is current.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:  # Inside a program, it is the strategy's mesh.
+        return call()
+    with jax.set_mesh(None):
+        return call()
+
+
 def called_in(
     strategy: StrategyLike, call: Callable[[], T], user_call: str | None = None
 ) -> T:
     """Call a function in a strategy's scope; messages name the method `user_call`.
 
-    Afterwards the thread's state is restored, even if KeyboardInterrupt stopped a
-    `with` of the call in `__exit__`.
+    The thread's state is restored afterwards, even if a KeyboardInterrupt stopped the
+    `__exit__` of a `with` statement inside the function.
 
     Raises:
         ContextError: Inside the scope of another strategy.

@@ -43,7 +43,10 @@ class ResultStructure:
         self.num_arrays = self._constants.count(None)
 
     def arrays(self, out: PyTree) -> list[jax.Array]:
-        """The arrays in results of this structure; other numbers become arrays."""
+        """The arrays in results of this structure, and its numbers as arrays.
+
+        Numbers in Equinox modules are constants instead.
+        """
         return [
             jnp.asarray(x.value if isinstance(x, keras.Variable) else x)
             for x, constant in zip(jax.tree.leaves(out), self._constants, strict=True)

@@ -20,7 +20,7 @@ from replicax._util.types import PyTree
 from replicax.engine.arguments import Arguments
 from replicax.engine.checks.analysis import Analysis, equal_results
 from replicax.engine.checks.divergence import declare_differing
-from replicax.engine.checks.trace_warnings import warn_of_workers
+from replicax.engine.checks.trace_warnings import warn_of_added_metrics
 from replicax.engine.composites import is_key
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import StepTrace
@@ -366,7 +366,7 @@ class ReplicaStep:
                 if id(v) in trace.scope.written
             }
             if self.mirrored_sums <= self.analysis.mirrored_sums:  # Not traced again.
-                warn_of_workers(self._name, context)
+                warn_of_added_metrics(self._name, context)
             combined = variables.combined(context, written, changed)
             # Cast: weakly typed values, of assigned Python numbers, would recompile.
             combined = {

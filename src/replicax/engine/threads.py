@@ -22,17 +22,17 @@ from replicax.errors import LostValuesError
 __all__ = [
     "VariableSnapshot",
     "dispatch",
+    "dispatch_lock",
     "is_alone",
     "note_assigned",
-    "order",
-    "own",
+    "register",
     "require_value",
     "value_for_reader",
 ]
 
 T = TypeVar("T")
 
-order = threading.RLock()
+dispatch_lock = threading.RLock()
 """The lock of dispatches, and of reads and writes of variables.
 
 Programs must be enqueued on all devices in the same order, or collectives deadlock.
@@ -61,8 +61,8 @@ class _Users:
 _users = _Users()
 
 
-def own(variable: keras.Variable) -> None:
-    """Register a variable of a strategy."""
+def register(variable: keras.Variable) -> None:
+    """Add a variable to those of strategies."""
     _users.variables[id(variable)] = variable
 
 
@@ -72,7 +72,7 @@ def is_alone() -> bool:
 
 
 def _register_thread() -> bool:
-    with order:
+    with dispatch_lock:
         this = threading.current_thread().ident
         assert this is not None
         living = {thread.ident for thread in threading.enumerate()}
@@ -90,7 +90,7 @@ def dispatch(call: Callable[[], T], *, on_cpu: bool) -> T:
 
     CPUs have room for the collectives of one program: wait for other threads' programs.
     """
-    with order:
+    with dispatch_lock:
         if is_alone():
             return call()
         _replace_held_arrays()
@@ -152,7 +152,7 @@ def require_value(variable: keras.Variable, value: object) -> None:
 def _copied(
     values: Sequence[jax.Array], *, replicated: bool = False
 ) -> list[jax.Array]:
-    """Copy arrays on their devices; the caller holds `order`.
+    """Copy arrays on their devices; the caller holds `dispatch_lock`.
 
     With `replicated`, each device of a sharded array gets the whole array.
     """
@@ -182,7 +182,7 @@ def value_for_reader(variable: keras.Variable) -> jax.Array:
     """A copy of a variable's value, for a thread that is not alone.
 
     All reads in one eager call of a layer see the values after the same step. There,
-    sharded values are gathered, since JAX would dispatch collectives without `order`.
+    sharded values are gathered: JAX would dispatch collectives without the lock.
     """
     call = internals.current_layer_call()
     if call is None:
@@ -215,7 +215,7 @@ class VariableSnapshot:
         self, variables: Iterable[keras.Variable], *, replicated: bool = False
     ) -> None:
         of_strategies = [v for v in variables if _users.variables.get(id(v)) is v]
-        with order:
+        with dispatch_lock:
             initialised = [v for v in of_strategies if internals.has_value(v)]
             values = _copied(_live_values(initialised), replicated=replicated)
         self.values = dict(zip(map(id, initialised), values, strict=True))
@@ -229,7 +229,7 @@ class VariableSnapshot:
         """A variable's value in the snapshot, or else a copy of its current value."""
         value = self.values.get(id(variable))
         if value is None:
-            with order:
+            with dispatch_lock:
                 (value,) = _copied(_live_values([variable]))
         return value
 

@@ -21,7 +21,7 @@ from replicax.engine.composites import (
     is_key,
     unstacked_like,
 )
-from replicax.engine.meshes import outside_meshes
+from replicax.engine.scope import outside_meshes
 
 __all__ = [
     "ARRAY_TYPES",

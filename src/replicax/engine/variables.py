@@ -85,7 +85,7 @@ _VALUE_OF = "replicax_value_of"
 
 
 class UndeclaredVariableError(ContextError):
-    """A program uses a variable that is not an input of it."""
+    """A program uses a variable that is not one of its inputs."""
 
 
 class UpdatePendingError(ContextError):
@@ -269,7 +269,7 @@ class ValueScope(WritesScope):
 
 
 class ChildScope(WritesScope):
-    """A scope with its own writes and `values` by id; others are the outer scope's."""
+    """A scope with `values` by id and its own writes, inside an outer scope."""
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ def per_replica(
     """
     flat, structure = jax.tree.flatten(stacked)
     arrays = [x.stacked() if isinstance(x, DividedRows) else x for x in flat]
-    placed = device_put.rows(arrays, sharding)
+    placed = device_put.place_rows(arrays, sharding)
     return structure.unflatten(PerReplica(x, num_active) for x in placed)
 
 

@@ -131,7 +131,7 @@ def extract_objects(
 
 
 def _flat(objects: tuple[Any, ...]) -> tuple[Any, list[Any], list[Any], list[Any]]:
-    """The graph of objects; the paths of its leaves, the leaves, and their values."""
+    """The graph of objects, and its leaves' paths, the leaves, and their values."""
     from flax import nnx
 
     graphdef, state = nnx.graph.flatten(objects, graph=True)
@@ -167,9 +167,10 @@ class NNXObjects:
         self._graphdef, self._paths, leaves, contents = _flat(objects)
         self._structure = jax.tree.structure(contents)
         self._variables: list[Variable] = []
-        self._is_attribute: list[bool] = []  # An attribute, in no NNX variable.
-        self._key_impls: dict[int, Any] = {}  # Of random keys, by number.
-        # By number: the key of the last call, and its data in the variable's layout.
+        # Whether each array is an attribute of an object, not of an NNX variable.
+        self._is_attribute: list[bool] = []
+        self._key_impls: dict[int, Any] = {}  # By the numbers of random keys.
+        # By number: the key in the last call, and its data in the variable's layout.
         self._placed_keys: dict[int, tuple[jax.Array, jax.Array]] = {}
         summed = summed_variables(objects)
         with Scope(strategy):
@@ -215,7 +216,7 @@ class NNXObjects:
 
     @contextlib.contextmanager
     def in_variables(self, call: CallWithObjects) -> Generator[None]:
-        """Move the arrays of a call's objects to the variables; afterwards back."""
+        """Move the arrays of a call's objects to the variables, and back at the end."""
         with self._lock:
             internals.write_values(
                 self._variables,
@@ -311,9 +312,10 @@ class NNXObjects:
         keys: Mapping[int, jax.Array],
         caller: str,
     ) -> None:
-        """Assign what the function has changed to the variables.
+        """Assign the values that the function has changed to the variables.
 
-        `before` are the values that it got, `keys` the data of keys, not folded.
+        `before` are the values before the call; `keys` the data of the keys that
+        replicas have folded their number into.
         """
         graphdef, paths, _, contents = _flat(objects)
         after, structure = jax.tree.flatten(contents)

@@ -14,8 +14,7 @@ from replicax._util.stand_ins import is_described
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.meshes import outside_meshes
-from replicax.engine.scope import current_context
+from replicax.engine.scope import current_context, outside_meshes
 from replicax.engine.signature import ResultStructure
 from replicax.errors import ContextError
 from replicax.jax_loops import placement
@@ -79,7 +78,7 @@ class OwnJit(ABC):
 
         Args:
             tree: Any pytree. Arrays of NumPy and JAX, also on another mesh, are placed;
-                an array that has its place already is not copied. Each
+                an array that has the right sharding is not copied. Each
                 `jax.ShapeDtypeStruct` gets its sharding. Python numbers, functions and
                 other leaves stay.
             layout_map: A `keras.distribution.LayoutMap` or a dict from regular
@@ -148,7 +147,7 @@ class OwnJit(ABC):
         Raises:
             ClusterMismatchError: If the workers' arguments or programs differ.
             ContextError: Inside a replica function or a JAX transformation.
-            TypeError: For a `PerReplica`, or a `fn` that cannot be called.
+            TypeError: For a `PerReplica`.
             ValueError: As in `shard`.
 
         Example:
@@ -160,8 +159,6 @@ class OwnJit(ABC):
         """
         self._require_mesh("init")
         require_eager("Strategy.init")
-        if not callable(fn):
-            raise TypeError(f"Strategy.init: fn must be callable; got {fn!r}.")
         return self._in_own_mesh(lambda: self._initialized(fn, args, kwargs))
 
     def _initialized(
@@ -277,7 +274,8 @@ class OwnJit(ABC):
 
         Raises:
             TypeError: If `step` is not jitted.
-            ValueError: For a strategy as in `shard`. If `num_steps` is less than 1.
+            ValueError: If `num_steps` is less than 1; for a strategy with variables on
+                a parameter device or on servers.
 
         Example:
             >>> import jax, replicax as rx

@@ -105,7 +105,7 @@ class WatchedStep(Generic[P, T]):
 
 
 def _kind(leaf: PyTree) -> Hashable:
-    """What a leaf contributes to the choice of a program."""
+    """A leaf's part of the key by which a call selects its program."""
     if is_array(leaf):
         return leaf.shape, leaf.dtype
     # The value of a number is no part of the program, unless it is a boolean.

@@ -332,7 +332,7 @@ class _Placing:
         leading = () if num_steps is None else (None,)
         spec = PartitionSpec(*leading, self._group.axis.name)
         sharding = NamedSharding(self._group.mesh, spec)
-        return device_put.rows(flat, sharding)
+        return device_put.place_rows(flat, sharding)
 
 
 def _select_rows(x: PyTree, rows: np.ndarray) -> PyTree:

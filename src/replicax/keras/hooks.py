@@ -264,7 +264,7 @@ def _save_model(
 
 def _assign_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Assign a layer's variables, while no other thread begins a step."""
-    with threads.order:
+    with threads.dispatch_lock:
         return original(*args, **kwargs)
 
 

@@ -39,8 +39,12 @@ from replicax._private.keras import (
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine import device_put, threads
-from replicax.engine.meshes import outside_meshes
-from replicax.engine.scope import current_call, current_context, current_strategy
+from replicax.engine.scope import (
+    current_call,
+    current_context,
+    current_strategy,
+    outside_meshes,
+)
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
 from replicax.keras.initial_values import computed_in_shards
@@ -84,18 +88,18 @@ class _StrategyMixin(PlacedVariable):
 
     def assign(self, value: PyTree) -> PyTree:
         """Assign a value; an array is copied, since steps donate variables' arrays."""
-        with threads.order:
+        with threads.dispatch_lock:
             value = super().assign(self._placed_copy(self._combined(value)))
             if not threads.is_alone():
                 threads.note_assigned(self)
         return value
 
     def assign_add(self, value: PyTree) -> PyTree:
-        with threads.order:
+        with threads.dispatch_lock:
             return super().assign_add(value)
 
     def assign_sub(self, value: PyTree) -> PyTree:
-        with threads.order:
+        with threads.dispatch_lock:
             return super().assign_sub(value)
 
     @property
@@ -213,7 +217,7 @@ def adopt(variable: keras.Variable) -> None:
         if kind not in _in_scope:
             _in_scope[kind] = type(kind.__name__, (_StrategyMixin, kind), {})
         variable.__class__ = _in_scope[kind]
-    threads.own(variable)
+    threads.register(variable)
 
 
 def init_variable(

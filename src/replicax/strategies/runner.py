@@ -199,10 +199,10 @@ class ProgramRunner:
             key = function_key(fn)
             for program in self.programs:
                 if function_key(program.fn) == key:
-                    arguments.require_equal_as(program.arguments, name)
+                    arguments.require_still_equal(program.arguments, name)
         # One trace at a time: layers store what the trace adds to them, such as losses.
         with (
-            threads.order,
+            threads.dispatch_lock,
             Announced(f"tracing {name}"),
             only_arguments_read(name),
         ):
@@ -300,7 +300,7 @@ class ProgramRunner:
             device_put.warn_of_wide_integers([array])
             return array
         if not isinstance(array, jax.Array):
-            return device_put.rows(self.group.local_part(array), wanted)
+            return device_put.place_rows(self.group.local_part(array), wanted)
         if kind is Kind.MIRRORED:
             if array.sharding != wanted and not array.is_fully_replicated:
                 self._warn_once(_SHARDED, array, array.sharding)
@@ -309,7 +309,7 @@ class ProgramRunner:
             return array
         if device_put.is_spread(array):
             return device_put.resharded(array, wanted)
-        return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
+        return device_put.place_rows(self.group.local_part(jnp.copy(array)), wanted)
 
     def _warn_once(
         self, message: str, array: jax.Array | np.ndarray, detail: object

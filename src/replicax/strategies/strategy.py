@@ -19,9 +19,8 @@ from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device, check_cpu_pool
 from replicax.engine.group import ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit
-from replicax.engine.meshes import outside_meshes
 from replicax.engine.program import Program
-from replicax.engine.scope import Scope
+from replicax.engine.scope import Scope, outside_meshes
 from replicax.engine.variables import Variable, checked_variables
 from replicax.input import InputShard
 from replicax.input.context import ValueContext, per_replica, stacked_values

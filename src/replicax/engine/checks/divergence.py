@@ -93,7 +93,7 @@ def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
 
 
 class _Pass:
-    """A pass over a jaxpr for a mesh axis of replicas; None: a pass for gradients."""
+    """A pass over a jaxpr, for the replicas' mesh axis; None: a pass for gradients."""
 
     def __init__(self, axis_name: str | None) -> None:
         self._axis_name = axis_name

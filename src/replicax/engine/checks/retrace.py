@@ -6,7 +6,6 @@ targets differ.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import jax
 import jax.core
@@ -25,6 +24,7 @@ from replicax._private.jax import (
 from replicax._util.types import PyTree
 from replicax._util.user_code import is_installed_file
 from replicax.engine.composites import is_key
+from replicax.engine.jaxprs import Atom
 from replicax.engine.scope import required_context
 from replicax.errors import RetraceError
 
@@ -32,8 +32,6 @@ __all__ = ["SOURCE_NAME", "require_same_trace", "require_same_values"]
 
 SOURCE_NAME = "replicax_source"
 """In a replay, `checkpoint_name` gives this name to each source plus its delta."""
-
-Atom: TypeAlias = Var | Literal
 
 
 def require_same_trace(

@@ -1,4 +1,4 @@
-"""Warns, when a step is traced, of gradients and metrics that add up to too much."""
+"""Warnings while a step is traced, of gradients and metrics that are summed twice."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from replicax.engine.jaxprs import PRODUCTS
 if TYPE_CHECKING:
     from replicax.engine.replica import ReplicaContext
 
-__all__ = ["warn_of_reduced", "warn_of_workers"]
+__all__ = ["warn_of_added_metrics", "warn_of_reduced"]
 
 
 def warn_of_reduced(
@@ -47,7 +47,7 @@ def _is_reduced(value: jax.Array, max_depth: int = 8) -> bool:
     return any(are_reduced) if value.size > 1 else bool(operands) and all(are_reduced)
 
 
-def warn_of_workers(caller: str, context: "ReplicaContext") -> None:
+def warn_of_added_metrics(caller: str, context: "ReplicaContext") -> None:
     """Warn of metrics of the whole batch if the home adds up the workers' states."""
     names = dict.fromkeys(context.model.metrics_of_whole)
     if names and context.strategy.home.adds_up(trains=context.has_trained):

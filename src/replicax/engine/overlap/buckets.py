@@ -1,7 +1,8 @@
 """Divides gradients into buckets, and sums each bucket over the replicas.
 
-A bucket is summed while the backward pass computes the gradients of the next one, so
-buckets follow the backward pass. The last bucket is small: nothing hides its sum.
+A bucket is summed while the backward pass computes the gradients of the next bucket, so
+buckets are in the order of the backward pass. The last one is small: nothing hides its
+sum.
 
 An all-reduce joins the gradients of a bucket to one array. For a reduce-scatter, which
 gives a replica its block of each gradient, the gradients stay separate arrays.
@@ -191,8 +192,8 @@ def deferred_products(
     """The products that XLA should compute late, as `SumPlan.deferred`.
 
     XLA starts sums as late as possible. So one product of a bucket is deferred until
-    the previous bucket is being summed; while a bucket is scattered, two products of
-    later buckets, since weights may be gathered, too.
+    the previous bucket is being summed. While a bucket is scattered, weights may be
+    gathered as well, so two products of later buckets are deferred.
     """
     products = [[i for i in bucket if origins[i].product] for bucket in buckets]
     if not scatters:
@@ -232,7 +233,7 @@ def sum_in_order(
         before = previous or arrays
         sent = arrays if plan.scatters else [join(arrays)]
         if previous:
-            # If new weights may be gathered, XLA chooses which products hide a bucket.
+            # Otherwise gathers of weights follow, and XLA chooses the products itself.
             others = [i for i in late if i not in bucket] if updates_are_last else []
             sent = _after([*sent, *(computed[i] for i in others)], previous, axis)
             computed |= {i: sent.pop() for i in reversed(others)}
