@@ -9,7 +9,6 @@ import importlib
 import inspect
 import os
 import sys
-import types
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +31,6 @@ from tests._private.private_names import (
 
 from replicax._private.keras import UpdatesTogether
 from replicax._private.trainer import CALLBACK_STATE, is_made_by_keras
-from replicax._private.wraps import WRAPS, Wrap
-from replicax.keras import hooks
 
 ROWS = np.zeros((4, 2), "float32")
 VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
@@ -372,31 +369,6 @@ def test_keys_of_keras_global_attributes() -> None:
         assert state.get_global_attribute("stateless_scope") is scope
     keras.Variable(0.0)
     assert isinstance(state.get_global_attribute("object_name_uids"), defaultdict)
-
-
-@pytest.mark.parametrize(
-    ("wrap", "name"), [(w, n) for w in WRAPS for n in w.names], ids=str
-)
-def test_a_hook_accepts_all_calls_of_keras(wrap: Wrap, name: str) -> None:
-    hooks.install()
-    hook = hooks._HOOKS[wrap.keys[wrap.names.index(name)]]
-    original = inspect.unwrap(getattr(wrap.find_owner(), name))
-    parameters = inspect.signature(original).parameters.values()
-    given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    by_name = [p.name for p in given if p.kind is not p.POSITIONAL_ONLY]
-    # The signature of the code, not `__signature__`.
-    own = types.FunctionType(
-        hook.__code__, {}, "own", hook.__defaults__, hook.__closure__
-    )
-    own.__kwdefaults__ = hook.__kwdefaults__
-    signature = inspect.signature(own)
-    where = f"{wrap.path}.{name}{inspect.signature(original)}"
-    try:
-        signature.bind(None, *given)
-        first = [None] * (len(given) - len(by_name) + bool(given))
-        signature.bind(None, *first, **dict.fromkeys(by_name[1:]))
-    except TypeError as error:
-        pytest.fail(f"{hook.__name__}{signature} does not fit {where}: {error}")
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2])

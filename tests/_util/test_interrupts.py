@@ -178,7 +178,7 @@ def test_interrupts_do_not_stop_prefetching() -> None:
 
 def test_an_interrupt_that_a_callback_swallows_is_raised_again(strategy: Any) -> None:
     model = small_model(strategy)
-    swallows = Interrupts(2, swallowed=True)
+    swallows = Interrupts(2)
     with pytest.raises(KeyboardInterrupt):
         model.fit(X, Y, batch_size=2, epochs=50, callbacks=[swallows], verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 3
@@ -205,16 +205,15 @@ X, Y = np.ones((40, 2), "f4"), np.ones((40, 1), "f4")
 
 
 class Interrupts(keras.callbacks.Callback):
-    """Interrupts in a batch, or at the end of a call; may swallow the exception."""
+    """Interrupts in a batch, or at the end of a call, and swallows the exception."""
 
-    def __init__(self, at: int | None, *, swallowed: bool, times: int = 1) -> None:
+    def __init__(self, at: int | None) -> None:
         super().__init__()
-        self.at, self.swallowed, self.times = at, swallowed, times
+        self.at = at
 
     def interrupt(self) -> None:
-        for _ in range(self.times):
-            with contextlib.suppress(*[KeyboardInterrupt] * self.swallowed):
-                signal.raise_signal(signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.at == batch:
@@ -233,7 +232,7 @@ def test_an_interrupt_swallowed_in_the_last_step_is_raised(
 ) -> None:
     model = small_model(strategy)
     args = (X,) if call == "predict" else (X, Y)
-    swallows = Interrupts(None, swallowed=True)
+    swallows = Interrupts(None)
     with pytest.raises(KeyboardInterrupt, match=f"interrupted in {call}"):
         getattr(model, call)(*args, callbacks=[swallows], verbose=0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,6 +1,7 @@
 """One device is the oracle: the same work, plainly and under a strategy."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 import keras
 import numpy as np
 import pytest
+from tests.conftest import mirrored
+from tests.strategies import parity
 
 import replicax as rx
 
@@ -15,11 +18,7 @@ import replicax as rx
 @pytest.fixture
 def strategy_of() -> Callable[[int], rx.MirroredStrategy]:
     """Makes a strategy of so many replicas."""
-    return _strategy_of
-
-
-def _strategy_of(num_replicas: int) -> rx.MirroredStrategy:
-    return rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    return mirrored
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def outcome() -> Callable[..., Any]:
 
 def _outcome(work: Callable[[], Any], num_replicas: int) -> Any:
     keras.utils.set_random_seed(1)
-    scope = _strategy_of(num_replicas).scope() if num_replicas else None
+    scope = mirrored(num_replicas).scope() if num_replicas else None
     with scope or contextlib.nullcontext():
         return jax.tree.map(np.asarray, work())
 
@@ -44,19 +43,9 @@ def assert_same() -> Callable[..., None]:
     return _assert_same
 
 
-def _assert_same(
-    actual: Any, expected: Any, *, rtol: float = 1e-4, atol: float = 1e-5
-) -> None:
-    # The replicas add up float32 numbers in another order. That is worth about 1e-7
-    # of a gradient's size in each step, and grows with the steps; weights are about 1.
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    expected_leaves = jax.tree.leaves(expected)
-    for (path, a), e in zip(
-        jax.tree_util.tree_leaves_with_path(actual), expected_leaves, strict=True
-    ):
-        np.testing.assert_allclose(
-            a, e, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path)
-        )
+# The replicas sum float32 numbers in another order. That is worth about 1e-7 of a
+# gradient's size in each step, and grows with the steps; weights are about 1.
+_assert_same = functools.partial(parity.assert_same, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture

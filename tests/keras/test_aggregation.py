@@ -161,5 +161,7 @@ def test_a_function_of_another_shape() -> None:
 
 
 def test_the_error_about_other_state_names_the_option() -> None:
-    with pytest.raises(rx.DivergenceError, match=r"aggregation=\{'\.\*peak': 'max"):
+    with pytest.raises(
+        rx.DivergenceError, match=r"aggregation='mean'.* aggregation=\{'\.\*peak': 'max"
+    ):
         trained(rx.MirroredStrategy(on(0, 1)))

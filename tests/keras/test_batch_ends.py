@@ -128,29 +128,6 @@ def test_no_thread_reads_logs_that_nobody_wants(outcome: Any) -> None:
     assert outcome(work, 0) > 0  # Else there is nothing to leave out any more.
 
 
-class Net(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.first(x)
-
-
-def test_layers_are_found_in_what_a_trained_model_is_given(outcome: Any) -> None:
-    def work() -> int:
-        model = Net()
-        model.compile("sgd", "mse")
-        model.fit(X, Y, batch_size=BATCH_SIZE, verbose=0)
-        model._tracker.unlock()  # As Keras does where it builds a model again.
-        model.more = [layers.Dense(2)]
-        model.state = {"trainable_variables": layers.Dense(3), "metrics_variables": []}
-        model.state["late"] = layers.Dense(4)
-        return len(model.layers)
-
-    assert outcome(work, 2) == outcome(work, 0) == 4
-
-
 class SlowAtFirst(Listener):
     """Nobody waits for it, as for a progress bar."""
 

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import replicax as rx
-from replicax._private.wraps import WRAPS
-
 SCRIPT = """
 import os, sys
 import replicax as rx
@@ -121,13 +118,3 @@ def test_objects_of_before_the_first_strategy(tmp_path: Path) -> None:
         timeout=200,
     )
     assert process.stdout.splitlines()[-1:] == ["done"], process.stderr
-
-
-def test_each_wrap_says_why() -> None:
-    rx.OneDeviceStrategy("cpu:0")
-    keys = [key for wrap in WRAPS for key in wrap.keys]
-    assert len(keys) == len(set(keys))
-    for wrap in WRAPS:
-        assert wrap.reason
-        for name in wrap.names:
-            assert hasattr(getattr(wrap.find_owner(), name), "__wrapped__")

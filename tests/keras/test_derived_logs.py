@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 from tests.conftest import mirrored
+from tests.strategies.parity import STRATEGIES
 
 import replicax as rx
 
@@ -93,19 +94,13 @@ def logs_of(kind: type[Logs], strategy: rx.Strategy | None, **options: Any) -> A
     )
 
 
-STRATEGIES = {
-    "two": lambda: mirrored(2),
-    "three": lambda: mirrored(3),
-    "several on a device": lambda: rx.MirroredStrategy(
-        ["cpu:0", "cpu:1"], replicas_per_device=2
-    ),
-    "fully sharded": lambda: rx.FullyShardedStrategy(["cpu:0", "cpu:1"]),
-    "central": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"]),
-}
-
-
-@pytest.mark.slow(but=["InMetrics-two", "InSteps-three", "InSteps-fully sharded"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow(
+    but=["InMetrics-mirrored 2", "InSteps-mirrored 4", "InSteps-fully sharded"]
+)
+@pytest.mark.parametrize(
+    "strategy",
+    ["mirrored 2", "mirrored 4", "virtual", "fully sharded", "central storage"],
+)
 @pytest.mark.parametrize("kind", [InMetrics, InSteps])
 def test_logs_are_those_of_one_device(
     kind: Any, strategy: str, assert_same: Any

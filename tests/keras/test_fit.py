@@ -4,7 +4,6 @@ import csv
 
 import grain
 import keras
-import numpy as np
 import pytest
 from keras import layers
 
@@ -131,37 +130,6 @@ def test_evaluate_and_predict_on_generators(data, same_as_one_device):
 
     _, predictions = same_as_one_device(work, REPLICAS)
     assert len(predictions) == NUM_EXAMPLES
-
-
-def test_validation(data, same_as_one_device):
-    x, y = data
-
-    def work():
-        return (
-            fitted(x, y, BATCH_SIZE, validation_split=0.25),
-            fitted(
-                x,
-                y,
-                BATCH_SIZE,
-                epochs=3,
-                validation_data=(x, y, np.linspace(0, 1, NUM_EXAMPLES)),
-                validation_batch_size=10,
-                validation_steps=3,
-                validation_freq=2,
-            ),
-        )
-
-    (_, split), (_, every_other) = same_as_one_device(work, REPLICAS)
-    assert len(split["val_loss"]) == 2
-    assert len(every_other["val_accuracy"]) == 1
-
-
-@may_run_out
-def test_steps_per_epoch(data, same_as_one_device):
-    same_as_one_device(
-        lambda: fitted(*data, BATCH_SIZE, steps_per_epoch=2, validation_data=data),
-        REPLICAS,
-    )
 
 
 def test_callbacks_see_the_same(data, same_as_one_device, tmp_path):

@@ -1,6 +1,8 @@
-"""What `fit` documents, beside plain Keras: same numbers, same calls of callbacks."""
+"""`fit`, `evaluate` and `predict` of one replica equal plain Keras bit by bit."""
 
 import contextlib
+import io
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -263,6 +265,74 @@ def test_one_replica_is_keras_bit_by_bit(name: str) -> None:
     assert found[2] == results
     for mine, theirs in zip(found[3], weights, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+class StopPredicting(keras.callbacks.Callback):
+    """Stops `predict` after its third batch."""
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_predicting = batch >= 2
+
+
+def inputs() -> Any:
+    return ((x,) for x, _ in batches())
+
+
+def with_calls(call: Callable[..., Any], *data: Any) -> Any:
+    """The result of a call, and the calls of a callback."""
+    calls = Calls()
+    return call(*data, batch_size=8, verbose=0, callbacks=[calls]), calls.made
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "evaluate": lambda m: with_calls(m.evaluate, X, Y),
+    "evaluate with weights": lambda m: m.evaluate(
+        X, Y, sample_weight=WEIGHTS, batch_size=8, verbose=0, return_dict=True
+    ),
+    "evaluate some steps": lambda m: m.evaluate(X, Y, 8, steps=3, verbose=0),
+    "evaluate more steps": lambda m: m.evaluate(X, Y, 8, steps=30, verbose=0),
+    "evaluate a generator": lambda m: m.evaluate(batches(), steps=3, verbose=0),
+    "evaluate a PyDataset": lambda m: m.evaluate(Rows(), verbose=0),
+    "predict": lambda m: with_calls(m.predict, X),
+    "predict some steps": lambda m: m.predict(X, 8, steps=3, verbose=0),
+    "predict more steps": lambda m: m.predict(X, 8, steps=30, verbose=0),
+    "predict a generator": lambda m: m.predict(inputs(), steps=3, verbose=0),
+    "predict a PyDataset": lambda m: m.predict(Rows(), verbose=0),
+    "predict that is stopped": lambda m: m.predict(
+        X, 8, verbose=0, callbacks=[StopPredicting()]
+    ),
+    "lines": lambda m: m.fit(X, Y, batch_size=8, verbose=2, epochs=2).history,
+    "a bar": lambda m: m.fit(X, Y, verbose=1, validation_data=(X, Y)).history,
+    "a bar by default": lambda m: m.fit(X, Y, batch_size=8, epochs=2).history,
+    "a line of evaluate": lambda m: m.evaluate(X, Y, verbose=2),
+    "a bar of predict": lambda m: m.predict(X, 8),
+}
+
+
+def result_and_text(call: Callable[[Any], Any], strategy: Any) -> Any:
+    """What a call of a trained model returns, and what it prints, without times."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = model_of()
+    model.fit(X, Y, batch_size=8, verbose=0)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        result = call(model)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue())
+    text = re.sub(r"\d+(us|ms|s|:\d\d)(/step|/epoch)?", "TIME", text)
+    # A bar is filled up with spaces where earlier times were longer texts.
+    return result, re.sub(r" +$", "", text, flags=re.MULTILINE)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.slow(but=["evaluate with weights", "predict some steps"])
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_texts_are_those_of_keras(name: str) -> None:
+    expected, expected_text = result_and_text(CALLS[name], None)
+    result, text = result_and_text(CALLS[name], rx.OneDeviceStrategy("cpu:0"))
+    assert_equal(result, expected)
+    # A bar is redrawn at most every 50 ms: its last state counts.
+    assert text.split("\x08")[-1] == expected_text.split("\x08")[-1]
 
 
 @pytest.mark.slow(but=["validation_data"])

@@ -93,17 +93,6 @@ def test_masked_sequences(digits, same_as_one_device, reduction):
     )
 
 
-def test_masked_and_weighted_sequences(digits, same_as_one_device):
-    x, y = sequences(digits)
-
-    def work():
-        model = language_model("sum_over_batch_size", weighted_metrics=["accuracy"])
-        weights = uneven_weights()[:, None] * np.linspace(1, 2, 16)
-        return fitted(model, x, y, sample_weight=weights.astype("float32"))
-
-    same_as_one_device(work, 8)
-
-
 def test_replicas_count_differently(digits):
     """Else means of local means would pass the tests above."""
     tokens, _ = sequences(digits)

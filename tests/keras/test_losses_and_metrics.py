@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from tests.keras.loss_and_metric_tables import LOSSES, METRICS, output, targets
+from tests.strategies.parity import STRATEGIES
 
 import replicax as rx
 import replicax.testing
@@ -16,18 +16,6 @@ import replicax.testing
 # Keras' own, of its MeanIoU.
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
 
-
-def cpus(number: int) -> list[str]:
-    return [f"cpu:{i}" for i in range(number)]
-
-
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "mirrored 2": lambda: rx.MirroredStrategy(cpus(2)),
-    "mirrored 4": lambda: rx.MirroredStrategy(cpus(4)),
-    "fully sharded": lambda: rx.FullyShardedStrategy(cpus(4)),
-    "central storage": lambda: rx.CentralStorageStrategy(cpus(2), "cpu:2"),
-    "virtual": lambda: rx.MirroredStrategy(cpus(2), replicas_per_device=2),
-}
 
 BATCH = 8
 NUM_ROWS, NUM_OF_VALIDATION = 23, 22
@@ -95,7 +83,9 @@ def plain(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["losses", "metrics"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", ["mirrored 2", "mirrored 4", "fully sharded", "central storage", "virtual"]
+)
 @pytest.mark.slow
 def test_all_are_those_of_plain_keras(name: str, kind: str, assert_same: Any) -> None:
     assert_same(results(STRATEGIES[name](), kind), plain(kind))

@@ -145,70 +145,6 @@ def test_average_loss_in_a_train_step(data, outcome, assert_same, replicas):
     assert_same(outcome(work, replicas), outcome(work, 1))
 
 
-class TwoOptimizers(Subclassed):
-    """As adversarial models have it: optimizers that Keras does not know of."""
-
-    def compile(self, hidden_optimizer, out_optimizer, loss, steps_per_execution=1):
-        super().compile(loss=loss, steps_per_execution=steps_per_execution)
-        self.optimizers = {"hidden": hidden_optimizer, "out": out_optimizer}
-
-    def train_step(self, data):
-        x, y = data
-        with rx.GradientTape(persistent=True) as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        for name, optimizer in self.optimizers.items():
-            variables = getattr(self, name).trainable_variables
-            optimizer.apply(tape.gradient(loss, variables), variables)
-        self._loss_tracker.update_state(loss, sample_weight=len(x))
-        return {"loss": self._loss_tracker.result()}
-
-
-def test_two_optimizers(data, outcome, assert_same):
-    def plain():
-        model = Subclassed()
-        model.compile(sgd(), crossentropy())
-        return fitted(model, *data)
-
-    def mirrored():
-        model = TwoOptimizers()
-        model.compile(sgd(), sgd(), crossentropy(), steps_per_execution=2)
-        result = fitted(model, *data)
-        assert [int(o.iterations) for o in model.optimizers.values()] == [6, 6]
-        return result
-
-    # Equal optimizers, so what one optimizer gives.
-    assert_same(outcome(mirrored, 8), outcome(plain, 0))
-
-
-class LogsLoss(Subclassed):
-    """Logs what is no metric of its model."""
-
-    def train_step(self, data):
-        x, y, _ = data
-        with rx.GradientTape() as tape:
-            loss = ops.mean(crossentropy()(y, self(x)))
-        grads = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": loss, "largest": ops.mean(x)}
-
-
-def test_logs_that_are_no_metrics_are_averaged(digits, outcome):
-    x, y = (a[:16] for a in digits)
-
-    def work():
-        model = LogsLoss()
-        model.compile(sgd())
-        untrained = model(x)
-        logs = model.train_on_batch(x, y, return_dict=True)
-        return untrained, logs
-
-    untrained, logs = outcome(work, 4)
-    expected = crossentropy()(y, untrained)
-    # A mean of 16 float32 numbers in another order.
-    np.testing.assert_allclose(logs["loss"], expected, rtol=1e-5)
-    np.testing.assert_allclose(logs["largest"], x.mean(), rtol=1e-5)
-
-
 class OwnLoss(Subclassed):
     def __init__(self):
         super().__init__()
@@ -264,23 +200,6 @@ def test_layer_with_moving_statistics(data, same_as_one_device):
 
     weights, _ = same_as_one_device(work, 8)
     assert weights[1] == 2 * NUM_EXAMPLES  # num_seen
-
-
-def test_statistics_without_aggregation_are_refused(data, outcome):
-    class Last(RunningMean):
-        def build(self, shape):
-            super().build(shape)
-            self.mean = self.add_weight(
-                shape=(shape[-1],), trainable=False, aggregation="none", name="last"
-            )
-
-    def work():
-        model = keras.Sequential([keras.Input((64,)), Last(), layers.Dense(10)])
-        model.compile(sgd(), crossentropy())
-        return fitted(model, *data)
-
-    with pytest.raises(rx.DivergenceError, match=r"last.*aggregation='mean'"):
-        outcome(work, 2)
 
 
 TRAINER = next(c for c in keras.Model.__mro__[1:] if "fit" in vars(c))

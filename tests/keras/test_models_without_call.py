@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from tests.strategies.parity import STRATEGIES
 
 import replicax as rx
 
@@ -192,7 +193,7 @@ def plain() -> Any:
     return weights_of(model)
 
 
-@pytest.mark.slow(but=["TwoOptimizers-2"])
+@pytest.mark.slow(but=["Taped-2", "TwoOptimizers-2"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", [Taped, TwoOptimizers])
 def test_a_gan(
@@ -202,19 +203,10 @@ def test_a_gan(
     assert_same(weights_of(model), plain())
 
 
-OTHERS = {
-    "central storage": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:4"),
-    "fully sharded": lambda: rx.FullyShardedStrategy(["cpu:0", "cpu:1"]),
-    "divided updates": lambda: rx.MirroredStrategy(
-        ["cpu:0", "cpu:1"], shard_update=True
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["central storage", "fully sharded", "shard_update"])
 def test_under_other_strategies(name: str, assert_same: Any) -> None:
-    model, _ = trained(Taped, OTHERS[name]().scope())
+    model, _ = trained(Taped, STRATEGIES[name]().scope())
     assert_same(weights_of(model), plain())
 
 

@@ -131,16 +131,6 @@ def test_loss_scale_grows(digits, same_as_one_device):
     assert (result["scale"], result["counter"], result["iterations"]) == (2048, 1, 3)
 
 
-def test_float16_policy_wraps_the_optimizer(digits, strategy_of):
-    x, y = digits
-    with precision("mixed_float16"), strategy_of(2).scope():
-        model = classifier()
-        model.compile("sgd", crossentropy())
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    model.fit(x[:64], y[:64], verbose=0)
-    assert np.isfinite(model.get_weights()[0]).all()
-
-
 # Losses beside the compiled one. The replicas' values are averaged. So these are those
 # of one device:
 #   - regularizers of weights: equal on all replicas;

@@ -1,30 +1,15 @@
 """Variables that no model has, which losses, metrics and layers read in `fit`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from keras import ops
-
-import replicax as rx
+from tests.strategies.parity import STRATEGIES
 
 X = np.linspace(-1, 1, 10, dtype="float32").reshape(5, 2)
 Y = X[:, :1]
-
-
-def cpus(number: int) -> list[str]:
-    return [f"cpu:{i}" for i in range(number)]
-
-
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "one": lambda: rx.OneDeviceStrategy("cpu:0"),
-    "mirrored": lambda: rx.MirroredStrategy(cpus(2)),
-    "shard_update": lambda: rx.MirroredStrategy(cpus(4), shard_update=True),
-    "fully_sharded": lambda: rx.FullyShardedStrategy(cpus(2)),
-    "central_storage": lambda: rx.CentralStorageStrategy(cpus(2), "cpu:2"),
-}
 
 
 class Gate(keras.layers.Layer):
@@ -89,7 +74,7 @@ def by_hand() -> tuple[list[float], list[list[float]]]:
     return losses, kernel.tolist()
 
 
-@pytest.mark.slow(but=["fully_sharded", "central_storage"])
+@pytest.mark.slow(but=["fully sharded", "central storage"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_steps_read_what_a_callback_sets(name: str) -> None:
     model, history, evaluated = annealed(STRATEGIES[name]())

@@ -58,10 +58,6 @@ def anyhow(fn: Any) -> Any:
     return wrapper
 
 
-def wrapped(fn: Any) -> Any:
-    return functools.wraps(fn)(anyhow(fn))
-
-
 def delegating(name: str) -> Any:
     def step(self: Any, *args: Any) -> Any:
         return getattr(super(Written, self), name)(*args)
@@ -90,20 +86,10 @@ class Written(Classifier):
 STEPS = ("train_step", "test_step", "predict_step")
 WAYS: dict[str, tuple[type, Any]] = {
     "any arguments": (Classifier, delegating),
-    "any arguments before a tape": (Taped, delegating),
     "an option": (Classifier, optional),
     "an option with a tape": (Taped, of_data),
     "decorated": (Classifier, lambda name: anyhow(getattr(Classifier, name))),
     "decorated with a tape": (Taped, lambda name: anyhow(getattr(Taped, name))),
-    "decorated by wraps": (Classifier, lambda name: wrapped(getattr(Classifier, name))),
-    "decorated by wraps with a tape": (
-        Taped,
-        lambda name: wrapped(getattr(Taped, name)),
-    ),
-    "partial method": (
-        Taped,
-        lambda name: functools.partialmethod(getattr(Taped, name)),
-    ),
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import replicax as rx
 from replicax.engine import threads
-from replicax.errors import ContextError, LostValuesError
+from replicax.errors import ContextError
 
 ROOT = Path(__file__).parents[2]
 ROWS = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
@@ -148,12 +148,3 @@ def test_a_thread_that_ends_is_forgotten() -> None:
     thread.join(60)
     assert threads.is_alone()
     assert model.variables[0].value is model.variables[0].value
-
-
-def test_a_deleted_value_is_named() -> None:
-    model = model_of(rx.MirroredStrategy(["cpu:0", "cpu:1"]))
-    model.variables[0].value.delete()
-    with pytest.raises(LostValuesError, match=r"sequential.*/kernel.*has been deleted"):
-        np.asarray(model.variables[0])
-    with pytest.raises(LostValuesError, match="has been deleted"):
-        model(ROWS)

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from tests.strategies import parity
 
 import replicax as rx
-from replicax.engine import whole_batch
 
 X = np.random.default_rng(0).normal(size=(23, 6)).astype("float32")
 Y = (X[:, :3] > 0).astype("float32")
@@ -76,13 +76,8 @@ def two_towers(strategy: Any, kind: type[TwoTowers]) -> Any:
     return logs["loss"], model.get_weights()
 
 
-STRATEGIES = {
-    "mirrored 2": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"]),
-    "mirrored 4": lambda: rx.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
-    "fully sharded": lambda: rx.FullyShardedStrategy(["cpu:0", "cpu:1"]),
-    "central storage": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2"),
-    "virtual": lambda: rx.MirroredStrategy(["cpu:0"], replicas_per_device=4),
-}
+NAMES = ["mirrored 2", "mirrored 4", "fully sharded", "central storage", "virtual"]
+STRATEGIES = {name: parity.STRATEGIES[name] for name in NAMES}
 
 
 @pytest.mark.slow(
@@ -287,10 +282,6 @@ def test_arguments_without_rows_and_results_that_are_no_scalars() -> None:
         run(lambda x, w: ops.mean(x), jnp.ones((6, 2)))
     with pytest.raises(ValueError, match=r"shape \(8,\); expected a scalar"):
         run(lambda x: ops.mean(x, axis=-1))
-
-
-def test_the_limit_is_256_megabytes() -> None:
-    assert whole_batch.MOST_BYTES == 256 * 2**20
 
 
 class Pairs(keras.layers.Layer):

@@ -1,4 +1,4 @@
-"""Small models, and the same training under two strategies."""
+"""A table of strategies, small models, and the same training under two strategies."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -16,6 +16,22 @@ BATCH_SIZE = 24
 
 # The first kernel is split on 2 and 4 devices, the rest is too small or indivisible.
 NUM_FEATURES, NUM_UNITS, NUM_CLASSES = 48, 32, 10
+
+
+def cpus(number: int) -> list[str]:
+    return [f"cpu:{i}" for i in range(number)]
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "one": lambda: rx.OneDeviceStrategy("cpu:0"),
+    "mirrored 2": lambda: rx.MirroredStrategy(cpus(2)),
+    "mirrored 4": lambda: rx.MirroredStrategy(cpus(4)),
+    "virtual": lambda: rx.MirroredStrategy(cpus(2), replicas_per_device=2),
+    "shard_update": lambda: rx.MirroredStrategy(cpus(2), shard_update=True),
+    "fully sharded": lambda: rx.FullyShardedStrategy(cpus(2)),
+    "model parallel": lambda: rx.ModelParallelStrategy(None, 2, devices=cpus(4)),
+    "central storage": lambda: rx.CentralStorageStrategy(cpus(2), "cpu:4"),
+}
 
 
 def data(num: int = BATCH_SIZE * NUM_STEPS, seed: int = 0) -> tuple[Any, Any]:

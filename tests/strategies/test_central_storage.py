@@ -54,10 +54,6 @@ def assert_same(actual: Any, expected: Any) -> None:
 # Devices.
 
 
-def test_the_experimental_name_is_the_same_class() -> None:
-    assert rx.experimental.CentralStorageStrategy is rx.CentralStorageStrategy
-
-
 def test_variables_live_on_the_cpu_by_default() -> None:
     strategy = rx.experimental.CentralStorageStrategy()
     assert strategy.num_replicas_in_sync == len(jax.local_devices()) == 8

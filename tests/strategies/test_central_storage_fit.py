@@ -100,15 +100,3 @@ def test_float8_is_refused(wrapped: bool) -> None:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     with pytest.raises(NotImplementedError, match="overwritten with its gradient"):
         strategy.run(lambda: optimizer.apply([np.ones(2, "float32")], [w]))
-
-
-def test_stateless_apply_takes_keywords() -> None:
-    """As Keras names them, with and without a strategy."""
-    w, optimizer = keras.Variable(np.ones(2)), keras.optimizers.SGD(0.5)
-    optimizer.build([w])
-    (new,), _ = optimizer.stateless_apply(
-        optimizer_variables=[v.value for v in optimizer.variables],
-        grads=[np.ones(2, "float32")],
-        trainable_variables=[w.value],
-    )
-    np.testing.assert_array_equal(new, np.full(2, 0.5))

@@ -66,18 +66,6 @@ def entries(folder: Path) -> set[Path]:
 
 
 @pytest.mark.slow
-def test_a_second_process_finds_all_programs(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    first, _ = run(tmp_path, REPLICAX_COMPILATION_CACHE=str(kept))
-    before = entries(kept)
-    second, _ = run(tmp_path, REPLICAX_COMPILATION_CACHE=str(kept))
-    assert before
-    assert entries(kept) == before
-    assert "hits 0 " in first
-    assert f"hits {len(before)} " in second
-
-
-@pytest.mark.slow
 def test_it_is_on_by_default_and_for_the_user_only(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     run(tmp_path, **environ)

@@ -12,24 +12,22 @@ import keras
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from tests.strategies.parity import NUM_FEATURES, compiled, data, network
+from tests.strategies.parity import (
+    NUM_FEATURES,
+    STRATEGIES,
+    compiled,
+    data,
+    network,
+)
 
 import replicax as rx
-
-FOUR = [f"cpu:{i}" for i in range(4)]
-STRATEGIES: dict[str, Callable[[], rx.Strategy]] = {
-    "one": lambda: rx.OneDeviceStrategy("cpu:0"),
-    "mirrored": lambda: rx.MirroredStrategy(FOUR),
-    "virtual": lambda: rx.MirroredStrategy(FOUR[:2], replicas_per_device=2),
-    "model parallel": lambda: rx.ModelParallelStrategy(devices=FOUR),
-    "fully sharded": lambda: rx.FullyShardedStrategy(FOUR),
-}
 
 
 def users_mesh(kind: AxisType) -> Mesh:
     return jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
 
 
+NAMES = ["one", "mirrored 4", "virtual", "model parallel", "fully sharded"]
 MESHES = ["mesh", "explicit mesh"]
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "mesh": lambda: jax.set_mesh(users_mesh(AxisType.Auto)),
@@ -82,7 +80,7 @@ def expected_of(name: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "context"),
     [
-        *itertools.product(STRATEGIES, MESHES),
+        *itertools.product(NAMES, MESHES),
         *itertools.product(["virtual"], [x for x in CONTEXTS if x not in MESHES]),
     ],
 )
@@ -131,7 +129,7 @@ def test_models(name, tmp_path) -> None:
 
 
 def test_the_users_mesh_is_back_afterwards() -> None:
-    strategy = STRATEGIES["mirrored"]()
+    strategy = STRATEGIES["mirrored 4"]()
     with jax.set_mesh(users_mesh(AxisType.Auto)):
         strategy.run(lambda: 1.0)
         with pytest.raises(ZeroDivisionError):
@@ -144,7 +142,7 @@ def test_the_users_mesh_is_back_afterwards() -> None:
 
 def test_transfers_are_guarded_as_in_jit() -> None:
     """What a step got once is on the devices; numbers have to be transferred."""
-    strategy = STRATEGIES["mirrored"]()
+    strategy = STRATEGIES["mirrored 4"]()
     w = strategy.run(lambda w: w, (np.ones(3, "float32"),))
     (batch,) = strategy.experimental_distribute_dataset(data(8), batch_size=8)
 

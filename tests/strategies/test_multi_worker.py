@@ -6,6 +6,7 @@ same function in the process of the tests: one replica with the global batches, 
 replicas where the result depends on the replicas themselves.
 """
 
+import functools
 import random
 
 import jax
@@ -13,6 +14,8 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from tests.conftest import mirrored
+from tests.strategies import parity
 
 import replicax as rx
 import replicax.testing
@@ -323,22 +326,10 @@ def tasks():
     ).returned
 
 
-def mirrored(num_replicas):
-    return rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-
-
-def assert_same(actual, expected):
-    # float32 sums over four replicas in another order: about 1e-7 of a gradient each
-    # step, of which Adam, which divides by the gradients' sizes, makes more.
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
-
-
-def assert_identical(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, e)
+# float32 sums over four replicas in another order: about 1e-7 of a gradient each step,
+# of which Adam, which divides by the gradients' sizes, makes more.
+assert_same = functools.partial(parity.assert_same, rtol=1e-4, atol=1e-5)
+assert_identical = functools.partial(parity.assert_same, rtol=0, atol=0)
 
 
 @pytest.mark.multiprocess

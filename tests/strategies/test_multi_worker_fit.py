@@ -17,7 +17,8 @@ import optax
 import pytest
 import scipy.sparse
 from keras import layers
-from tests.keras.test_masks_and_weights import in_loops
+from tests.keras.masked_cases import in_loops
+from tests.strategies import parity
 
 import replicax as rx
 import replicax.testing
@@ -321,23 +322,10 @@ def some_results():
     return [result_of(case, strategy) for case in SOME]
 
 
-def assert_same(actual, expected):
-    # float32 sums over four replicas in another order than over one batch: about 1e-7
-    # of a gradient each step. Adam divides by gradients' sizes, which makes most of it.
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), e in zip(
-        jax.tree_util.tree_leaves_with_path(actual),
-        jax.tree.leaves(expected),
-        strict=True,
-    ):
-        where = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5, err_msg=where)
-
-
-def assert_identical(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, e)
+# float32 sums over four replicas in another order than over one batch: about 1e-7 of a
+# gradient each step. Adam divides by gradients' sizes, which makes most of it.
+assert_same = functools.partial(parity.assert_same, rtol=1e-4, atol=1e-5)
+assert_identical = functools.partial(parity.assert_same, rtol=0, atol=0)
 
 
 def each(cases):

@@ -15,20 +15,13 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from tests.conftest import mirrored
 
 import replicax as rx
 
 _RNG = np.random.default_rng(7)
 X = _RNG.normal(size=(53, 6)).astype("float32")
 Y = _RNG.integers(0, 3, size=53).astype("int32")
-
-
-def devices(number: int) -> list[str]:
-    return [f"cpu:{i}" for i in range(number)]
-
-
-def mirrored(number: int) -> Any:
-    return rx.MirroredStrategy(devices(number))
 
 
 def require_close(found: Any, expected: Any) -> None:
