@@ -67,8 +67,13 @@ def rows() -> Any:
 
 def grain_rows() -> Any:
     name = "keras.src.trainers.data_adapters.grain_dataset_adapter"
-    data = grain.MapDataset.source(ROWS).batch(2)
-    return importlib.import_module(name).GrainDatasetAdapter(data)
+    return importlib.import_module(name).GrainDatasetAdapter(grain_batches())
+
+
+def grain_batches() -> Any:
+    batches = grain.MapDataset.source(ROWS).batch(2)
+    assert type(batches).__name__ == "BatchMapDataset"
+    return batches
 
 
 def random_map() -> Any:
@@ -160,6 +165,10 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     # Grain.
     "_parents": [random_map],
     "_seed": [random_map],
+    "_parent": [grain_batches],
+    "_batch_fn": [grain_batches],
+    "_batch_size": [grain_batches],
+    "_get_parent_items_fn": [grain_batches],
     # Python.
     "_exit": [lambda: os],
     "_getframe": [lambda: sys],
