@@ -58,7 +58,7 @@ def test_a_block_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_replaced_only_if_asked_for(tmp_path):
+def test_a_folder_is_replaced_only_with_replace(tmp_path):
     path = tmp_path / "x"
     fill(path, "1")
     with pytest.raises(FileExistsError, match="x"):
@@ -142,7 +142,7 @@ def test_a_file_is_replaced_as_a_whole_and_keeps_its_mode(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_told_with_the_sizes(tmp_path, number):
+def test_errors_of_full_disks_name_the_sizes(tmp_path, number):
     folder = tmp_path / "a" / "b"
     why = why_not_written(OSError(number, "x"), folder, "it has 7 bytes")
     assert why.startswith(f"{os.strerror(number)}: it has 7 bytes, and {folder} has")

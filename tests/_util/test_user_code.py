@@ -1,11 +1,11 @@
-"""Whose a source file is."""
+"""Which files are the user's code."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 
-def test_an_environment_that_is_a_link_is_no_users_code(tmp_path: Path) -> None:
+def test_files_of_a_linked_environment_are_not_the_users(tmp_path: Path) -> None:
     link = tmp_path / "environment"
     link.symlink_to(sys.prefix)
     program = (

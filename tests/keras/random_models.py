@@ -29,7 +29,7 @@ class AddsLoss(layers.Layer):
 
 
 class Draw:
-    """Draws the parts of a case; `in_shares` where workers know their own rows only."""
+    """Draws the parts of a case; `in_shares`: for workers that know only their rows."""
 
     def __init__(self, seed: int, in_shares: bool) -> None:
         self._random = np.random.RandomState(seed)

@@ -25,7 +25,7 @@ WEIGHTS = _RNG.uniform(0.5, 2.0, size=48).astype("float32")
 
 
 def trained(data, validation, predicted, **options):
-    """What all that take data make of it."""
+    """The results of all methods that take data."""
     model = keras.Sequential(
         [keras.Input((5,)), layers.Dense(6, "tanh"), layers.Dense(1)]
     )

@@ -1,4 +1,4 @@
-"""Keras is bound late: objects of before the first strategy go on as they are."""
+"""The first strategy installs the hooks; objects made earlier do not change."""
 
 import os
 import subprocess
@@ -45,14 +45,14 @@ def used(model):
 
 plain_fit = keras.Model.fit
 before, early, inline, whole = made(), made(), made(), made()
-bound = early.fit  # Looked up before Keras is bound.
+bound = early.fit  # Looked up before the hooks are installed.
 weight, other = (keras.Variable(np.ones(3, "float32")) for _ in range(2))
 seeds = keras.random.SeedGenerator(7)
 first = fit(before.fit)
 expected = fit(whole.fit, epochs=2)
 assert keras.Model.fit is plain_fit
 
-# `fit` is looked up first, then the callbacks are made, which bind Keras.
+# `fit` is looked up first; then the callbacks install the hooks.
 found = fit(inline.fit, epochs=2, callbacks=[
     rx.BackupAndRestore(folder + "/backup", delete_checkpoint=False),
     rx.callbacks.Report(folder + "/report.html"),
@@ -66,7 +66,7 @@ strategy = rx.OneDeviceStrategy("cpu:0")
 with strategy.scope():
     theirs = made()
 assert fit(theirs.fit, epochs=2) == expected
-# The cached train functions go on, and later ones are as before.
+# Cached train functions stay valid; new ones give the same.
 before.stop_training, again = False, made()
 assert fit(again.fit) == first == fit(bound)
 assert fit(again.fit) == fit(before.fit) == fit(bound)

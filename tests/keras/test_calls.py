@@ -1,4 +1,4 @@
-"""Each method is named by its own name, and says what it leaves out."""
+"""Messages name the called method; ignored options are logged."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ class Batches(keras.utils.PyDataset):
         return self._batch
 
 
-# What messages name.
+# Names in messages.
 
 CALLS: dict[str, Any] = {
     "fit": lambda model, x, y: model.fit(Batches(x, y), verbose=0),
@@ -63,7 +63,7 @@ def test_batches_of_other_sizes(name: str, strategy_of: Any) -> None:
 
 
 class Diverging(layers.Layer):
-    """Assigns what each replica has of its own."""
+    """Assigns a value that differs between replicas."""
 
     def build(self, shape: Any) -> None:
         self.last = self.add_weight(shape=(), trainable=False, name="last")
@@ -114,7 +114,7 @@ def test_calls_in_a_callback_are_named(strategy_of: Any) -> None:
     assert seen == [0]
 
 
-# What predict has no use for.
+# Targets in `predict`.
 
 TARGETS = {
     "none": None,
@@ -155,10 +155,10 @@ def test_a_predict_step_that_uses_targets_gets_them(strategy_of: Any) -> None:
     np.testing.assert_allclose(actual, [*expected, *expected], rtol=1e-5)
 
 
-# What compile's arguments cannot do.
+# Options of `compile`.
 
 
-def test_ignored_options_are_said_once(
+def test_ignored_options_are_logged_once(
     strategy_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with strategy_of(2).scope():
@@ -176,7 +176,7 @@ def test_ignored_options_are_said_once(
     "option",
     [{}, {"jit_compile": True}, {"jit_compile": "auto"}, {"run_eagerly": True}],
 )
-def test_nothing_is_said_of_what_holds(
+def test_no_warning_for_options_that_apply(
     option: dict[str, Any], strategy_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with strategy_of(2).scope():

@@ -1,4 +1,4 @@
-"""What a model's own step computes from metrics is computed from all replicas'."""
+"""Logs that a model computes from metrics cover all replicas."""
 
 import contextlib
 from typing import Any
@@ -50,7 +50,7 @@ class InMetrics(Logs):
 
 
 class InSteps(Logs):
-    """Steps with a tape, and one metric that counts before it is told of the batch."""
+    """Steps with a tape; one result is read before the metric is updated."""
 
     def train_step(self, data: Any) -> Any:
         x, y, weights = data

@@ -15,7 +15,7 @@ Y = X.sum(1, keepdims=True)
 
 
 class Watched(keras.Sequential):
-    """Notes what its steps are given."""
+    """Records the batches and losses of its train steps."""
 
     def watch(self) -> "Watched":
         self.__dict__["seen"] = []

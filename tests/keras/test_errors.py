@@ -1,4 +1,4 @@
-"""What is done in the wrong place is named, and what is ignored is said."""
+"""Errors and warnings about wrong scopes, parts of models and arguments."""
 
 import keras
 import numpy as np
@@ -24,7 +24,7 @@ def data(digits):
     return tuple(a[:32] for a in digits)
 
 
-def test_a_forgotten_scope_is_said_once(data, strategy_of, caplog):
+def test_a_forgotten_scope_is_logged_once(data, strategy_of, caplog):
     model = classifier()
     strategy = strategy_of(2)
     for _ in range(2):
@@ -197,7 +197,7 @@ def test_batch_size_of_a_distributed_dataset(data, strategy_of, caplog):
     with strategy.scope():
         model = classifier()
     dataset = _distributed(strategy, data)
-    # The batch size of arrays is not that of data for validation, and no mistake.
+    # `batch_size` is that of the arrays, so there is no warning.
     model.fit(*data, batch_size=8, validation_data=dataset, verbose=0)
     assert "batch_size" not in caplog.text
     model.fit(*data, validation_batch_size=8, validation_data=dataset, verbose=0)

@@ -112,7 +112,7 @@ def test_an_execution_has_the_rows_that_keras_would_take(
 
 
 class Compilations:
-    """The names of what JAX compiles while `counting`."""
+    """Counts the programs that JAX compiles."""
 
     def __init__(self):
         self.count = 0
@@ -158,7 +158,7 @@ def test_nothing_compiles_twice(digits, strategy_of, compilations, steps_per_exe
 
 
 def test_loaded_weights_compile_nothing(digits, strategy_of, compilations):
-    """Where values lie does not change when they are set."""
+    """Assigned values keep their sharding."""
     x, y = (a[:32] for a in digits)
     with strategy_of(2).scope():
         model = classifier()

@@ -1,4 +1,4 @@
-"""What `fit` can be told: data sources, validation, steps, callbacks, progress."""
+"""`fit` on several replicas equals plain Keras: data, callbacks, backups."""
 
 import csv
 
@@ -13,7 +13,7 @@ import replicax as rx
 NUM_EXAMPLES, BATCH_SIZE = 68, 24
 REPLICAS = 8
 
-# Keras' way to say that a data source without a length is at its end.
+# Keras warns at the end of data of unknown length.
 may_run_out = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 
@@ -95,9 +95,9 @@ def test_generators(data, same_as_one_device, repeat, per_execution):
     same_as_one_device(work, REPLICAS)
 
 
-@pytest.mark.filterwarnings("error")  # Also what plain Keras is excused for.
+@pytest.mark.filterwarnings("error")  # Also warnings that other tests ignore.
 @pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch"])
-def test_data_of_64_bits_warn_nobody(data, strategy_of, method):
+def test_data_of_64_bits_cause_no_warning(data, strategy_of, method):
     x, y = data[0], data[1].astype("int64")
     with strategy_of(2).scope():
         model = classifier()
@@ -107,7 +107,7 @@ def test_data_of_64_bits_warn_nobody(data, strategy_of, method):
 
 @may_run_out
 def test_generators_for_unbuilt_models(data, same_as_one_device):
-    """Keras looks at a batch to build the model; it must not be lost to training."""
+    """Keras builds the model with a batch, which is trained on as well."""
 
     def work():
         model = keras.Sequential([layers.Dense(10)])
@@ -167,7 +167,7 @@ def test_callbacks_see_the_same(data, same_as_one_device, tmp_path):
 
 
 def test_callbacks_may_read_and_write_variables(data, same_as_one_device):
-    """Between batches, while the values are lent to the loop."""
+    """Between batches."""
 
     def work():
         read = []

@@ -1,4 +1,4 @@
-"""Layers of other libraries: the state that they keep, on several replicas."""
+"""Layers of other libraries: their state on several replicas."""
 
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def test_statistics_are_those_of_batch_normalization(
     assert_same(np.asarray(ours.trainable_variables[0]), np.asarray(dense.kernel))
     assert steps == 4
     assert key.dtype == np.uint32
-    # Whoever only reads the state hands it back, and it stays to the bit.
+    # Evaluation and prediction do not change the state.
     ours.evaluate(X, Y, batch_size=12, verbose=0)
     ours.predict(X, batch_size=12, verbose=0)
     np.testing.assert_array_equal(ours.layers[0].tracked_state[0], mean)
@@ -98,7 +98,7 @@ def test_statistics_are_those_of_batch_normalization(
 def test_a_layer_that_makes_its_own_weights(
     has_input: bool, strategy_of: Any, assert_same: Any
 ) -> None:
-    """Keras' way to initialize, which asks TensorFlow where it is not installed."""
+    """Keras' initialization of the layer calls TensorFlow, which may be missing."""
     found = []
     for make in (
         lambda: jax_layer(),
@@ -142,7 +142,7 @@ def test_numbers_that_have_no_mean_are_refused(
 
 
 class Summed(layers.JaxLayer):
-    """Says by itself what becomes of its state."""
+    """Declares the aggregation of its state."""
 
     def add_weight(self, *args: Any, trainable: bool = True, **kwargs: Any) -> Any:
         if not trainable:
@@ -150,7 +150,7 @@ class Summed(layers.JaxLayer):
         return super().add_weight(*args, trainable=trainable, **kwargs)
 
 
-def test_a_layer_may_choose_for_itself(strategy_of: Any) -> None:
+def test_a_layer_may_declare_an_aggregation(strategy_of: Any) -> None:
     with strategy_of(2).scope():
         model = compiled(jax_layer(counting_rows, Summed))
     model.fit(X, Y, **OPTIONS)

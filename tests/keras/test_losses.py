@@ -177,10 +177,10 @@ class AddsLosses(layers.Layer):
         return x
 
 
-def test_no_layer_knows_losses_of_an_earlier_trace(digits):
-    """Keras knows them by the ids of arrays that are gone, which later ones may have.
+def test_layers_forget_losses_of_an_earlier_trace(digits):
+    """Keras identifies added losses by ids, which Python reuses after a trace.
 
-    A layer then takes another's loss for its own: it counts twice, or not at all.
+    A layer that kept such an id would take another layer's loss for its own.
     """
     x, y = digits
     with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():

@@ -34,7 +34,7 @@ def expected(work: Callable[[str], Any], case: str) -> Any:
 
 
 HARDEST = "masked steps of weighted rows"
-"""Masks and weights of two shapes: what any other case needs of a strategy."""
+"""Masks and weights of two shapes: the case that covers all others."""
 QUICK = ("mirrored 2", HARDEST)
 PAIRS = [(n, c) for n in STRATEGIES for c in CASES if n == "mirrored 2" or c == HARDEST]
 

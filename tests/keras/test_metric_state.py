@@ -87,7 +87,7 @@ def test_a_mean_of_batches(strategy_of: Any, assert_same: Any) -> None:
 
 
 def test_a_maximum_over_replicas(strategy_of: Any, assert_same: Any) -> None:
-    """It gathers by itself, where all rows are there already."""
+    """The metric gathers rows itself, although `update_state` gets all rows."""
 
     def largest(old: Any, x: Any) -> Any:
         top = ops.max(x, keepdims=True)

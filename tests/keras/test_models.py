@@ -115,7 +115,7 @@ def test_several_inputs_and_outputs(data, same_as_one_device, kind):
 
 
 class AverageLoss(Subclassed):
-    """Computes its loss with the functions that loops of one's own use."""
+    """Computes its loss with the functions for custom loops."""
 
     def train_step(self, data):
         x, y = data
@@ -135,7 +135,7 @@ class AverageLoss(Subclassed):
 @pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_average_loss_in_a_train_step(data, outcome, assert_same, replicas):
-    """Where gradients are averaged, shares of the loss are not too small."""
+    """`fit` averages gradients, so it scales up the shares of the loss."""
 
     def work():
         model = AverageLoss()
@@ -186,7 +186,7 @@ class RunningMean(layers.Layer):
     def call(self, x, training=False):
         mean = ops.copy(self.mean)
         if training:
-            # From here on, and until the step's end, it is this replica's own.
+            # From here to the step's end, each replica has its own value.
             self.mean.assign(0.9 * mean + 0.1 * ops.mean(x, axis=0))
             self.num_seen.assign_add(len(x))
         return x - mean

@@ -1,4 +1,4 @@
-"""What lies between a loss and the weights: precision, extra losses, optimizers."""
+"""Precision, added losses and optimizers on several replicas."""
 
 import contextlib
 
@@ -93,7 +93,7 @@ def scaled_fit(digits, rows, value=1e6):
     }
 
 
-def test_a_step_whose_first_read_of_weights_is_a_layers_updates_what_is_stored():
+def test_a_step_that_reads_cast_weights_updates_the_stored_weights():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with precision("mixed_float16"), strategy.scope():
         inputs = keras.Input((3,))
@@ -117,7 +117,7 @@ def test_a_step_whose_first_read_of_weights_is_a_layers_updates_what_is_stored()
     np.testing.assert_allclose(bias, before[1] - 1.0, rtol=1e-3)
 
 
-def test_overflow_on_one_replica_is_everybodys(digits, same_as_one_device):
+def test_an_overflow_on_one_replica_skips_the_step(digits, same_as_one_device):
     # float16 has 11 bits: 5e-4 of each number.
     result = same_as_one_device(
         lambda: scaled_fit(digits, [31]), 8, rtol=5e-3, atol=5e-4
@@ -131,14 +131,14 @@ def test_loss_scale_grows(digits, same_as_one_device):
     assert (result["scale"], result["counter"], result["iterations"]) == (2048, 1, 3)
 
 
-# Losses beside the compiled one. The replicas' values are averaged. So these are those
-# of one device:
+# Losses beside the compiled one. The replicas' values are averaged, so these losses
+# equal those of one device:
 #   - regularizers of weights: equal on all replicas;
 #   - activity regularizers: Keras divides them by the number of (local) examples;
 #   - `add_loss` of a mean over the batch.
-# That something given to `add_loss` is a sum over the batch cannot be known: of a sum
-# one gets the mean of the local sums, the global sum divided by the replicas. tf.keras
-# has it the same. Multiply by `rx.get_strategy().num_replicas_in_sync` there.
+# replicax cannot know that an added loss is a sum over the batch: it averages the
+# replicas' sums, as tf.keras does. Multiply such a loss by
+# `rx.get_strategy().num_replicas_in_sync`.
 
 
 class AddLoss(layers.Layer):

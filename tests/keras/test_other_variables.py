@@ -1,4 +1,4 @@
-"""Variables that no model has, which losses, metrics and layers read in `fit`."""
+"""Losses, metrics and layers read variables that no model tracks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Steps of a model's own, in each way that Python allows to write them."""
+"""Users' train, test and predict steps, with every form of signature."""
 
 import functools
 from typing import Any

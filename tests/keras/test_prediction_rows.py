@@ -14,7 +14,7 @@ X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
 
 
 class Outputs(keras.Model):
-    """A dense layer whose outputs go through a function of the model and them."""
+    """A dense layer; `make(model, outputs)` computes the model's outputs."""
 
     def __init__(self, make: Any, **options: Any) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ NO_ROWS = {
 
 
 @pytest.mark.parametrize("case", NO_ROWS)
-def test_what_are_no_rows_is_refused(case: str) -> None:
+def test_outputs_without_rows_are_refused(case: str) -> None:
     with mirrored(2).scope():
         model = Outputs(NO_ROWS[case])
     for size in (8, 2):  # Of one row a replica, too.
@@ -96,7 +96,7 @@ def test_one_replica_returns_what_keras_returns(
     same_as_one_device(work, 1)
 
 
-def test_one_replica_joins_what_keras_joins() -> None:
+def test_one_replica_concatenates_as_keras() -> None:
     with rx.OneDeviceStrategy("cpu:0").scope():
         model = Outputs(NO_ROWS["a weight"])
     assert model.predict(X, batch_size=11, verbose=0)["centers"].shape == (6, 4)

@@ -70,7 +70,9 @@ def trained(make: Callable[..., Any] | None) -> list[Any]:
 
 
 @pytest.mark.parametrize(("make", "num_replicas"), [(Batches, 3), (generated, 1)])
-def test_they_train_as_arrays_do(make: Callable[..., Any], num_replicas: int) -> None:
+def test_iterator_datasets_train_as_arrays(
+    make: Callable[..., Any], num_replicas: int
+) -> None:
     strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     with strategy.scope():
         found = trained(make)
@@ -78,7 +80,7 @@ def test_they_train_as_arrays_do(make: Callable[..., Any], num_replicas: int) ->
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_they_are_distributed_as_datasets() -> None:
+def test_iterator_datasets_are_distributed() -> None:
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(Batches(X, Y))
     for _ in range(2):  # Each iteration is an epoch.

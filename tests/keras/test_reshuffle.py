@@ -1,7 +1,7 @@
 """Shuffled Grain datasets: another order in each epoch, the same after a restart.
 
-What a step trains on is told by a metric: the sum, from the epoch's start, of powers of
-two, of which each row has its own.
+A metric identifies a step's rows: each row has its own power of two, and the metric is
+their sum since the epoch's start.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ import pytest
 import replicax as rx
 
 ROWS = 12
-# Keras learns the length of such data by its end.
+# Keras learns the length of such data at their end.
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 
 class Seen(keras.callbacks.Callback):
-    """Collects what each epoch trains on; may fail after some steps."""
+    """Records the rows of each epoch; may fail after some steps."""
 
     def __init__(self, fails_after=None):
         super().__init__()
@@ -37,7 +37,7 @@ class Seen(keras.callbacks.Callback):
 
 
 class OfBatch(keras.metrics.Metric):
-    """The sum over the batch of what each row is told by."""
+    """The sum of the rows' numbers."""
 
     def __init__(self):
         super().__init__(name="total")
@@ -129,13 +129,13 @@ def test_epochs_of_datasets_from_a_function() -> None:
     assert len({order[-1] for order in found.values()}) == 1
 
 
-def test_one_order_is_kept_where_it_is_asked_for() -> None:
+def test_a_repeat_without_reseeding_keeps_one_order() -> None:
     found = trained(dataset("one_order"))
     assert found[0] == found[1] == found[2]
     assert found[0] == trained(dataset(), epochs=1)[0]
 
 
-def test_a_later_fit_goes_on() -> None:
+def test_a_later_fit_continues_the_iterations() -> None:
     whole = trained(dataset(), epochs=4)
     data = dataset()
     parts = [trained(data, epochs=1)[0] for _ in range(2)]
@@ -146,8 +146,8 @@ def test_a_later_fit_goes_on() -> None:
 
 
 @pytest.mark.parametrize("kind", ["endless", "map"])
-def test_steps_per_epoch_go_on_in_the_data(kind) -> None:
-    """5 steps of 6 an epoch: the iteration goes on over epochs."""
+def test_epochs_of_some_steps_continue_in_the_data(kind) -> None:
+    """5 steps of 6 an epoch: an iteration lasts several epochs."""
     whole = np.concatenate([np.diff(x, prepend=0) for x in trained(dataset()).values()])
     epochs = 2 if kind == "endless" else 1
     found = trained(dataset(kind), epochs=epochs, steps_per_epoch=5)

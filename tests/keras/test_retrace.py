@@ -81,7 +81,7 @@ def test_steps_stay_compiled_without_being_asked() -> None:
     assert model.traces == traces > 0
 
 
-def test_callback_that_asks_is_heeded_in_the_next_step() -> None:
+def test_a_callback_may_force_a_retrace() -> None:
     class Change(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 1:

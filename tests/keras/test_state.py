@@ -16,7 +16,6 @@ from tests.conftest import mirrored
 from tests.strategies.parity import STRATEGIES, TapeStep
 
 import replicax as rx
-from replicax._private.keras import write_values
 
 
 def classifier():
@@ -60,7 +59,7 @@ def test_replicas_stay_equal(data, strategy_of):
 @pytest.mark.slow(but=["4"])
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_values_read_before_a_step_stay(data, strategy_of, replicas):
-    """The program is given the arrays' memory; what was read from them is not."""
+    """A step donates the arrays of variables, but not the values read from them."""
     with strategy_of(replicas).scope():
         model = classifier()
     for _ in range(2):
@@ -75,27 +74,6 @@ def test_values_read_before_a_step_stay(data, strategy_of, replicas):
         assert not np.array_equal(model.get_weights()[0], kept[0][0])
 
 
-@pytest.mark.slow(but=["4"])
-@pytest.mark.parametrize("replicas", [1, 4])
-def test_variables_that_share_an_array(data, strategy_of, replicas):
-    strategy = strategy_of(replicas)
-    with strategy.scope():
-        model = classifier()
-    first, second = model.layers[0].bias, model.layers[3].bias
-    write_values([first], [second.value])
-    assert first.value is second.value
-    model.fit(*data, batch_size=16, verbose=0)
-    assert not np.array_equal(first.numpy(), second.numpy())
-    shared = np.zeros(16, "float32")
-    weights = model.get_weights()
-    sizes = [w.shape for w in weights]
-    model.set_weights(
-        [shared if s == (16,) else w for s, w in zip(sizes, weights, strict=True)]
-    )
-    model.fit(*data, batch_size=16, verbose=0)
-    np.testing.assert_array_equal(shared, 0)
-
-
 ASSIGNED: dict[str, Callable[[Any, Any], None]] = {
     "variable": lambda to, source: to.assign(source),
     "array": lambda to, source: to.assign(source.value),
@@ -106,8 +84,8 @@ ASSIGNED: dict[str, Callable[[Any, Any], None]] = {
 @pytest.mark.slow(but=["1-array", "2-variable", "2-initial"])
 @pytest.mark.parametrize("how", ASSIGNED)
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_what_was_assigned_stays(data, strategy_of, replicas, how):
-    """A step donates the arrays of what it trains: others must not have these."""
+def test_assigned_values_survive_a_step(data, strategy_of, replicas, how):
+    """A step donates the arrays of trained variables: no other object shares them."""
     with strategy_of(replicas).scope():
         online = classifier()
         kernel = online.layers[0].kernel
@@ -206,7 +184,7 @@ def test_models_with_nothing_to_train(name, kind, scaled, data, outcome, assert_
 
 
 def aligned(size: int) -> np.ndarray:
-    """An array of which XLA on a CPU uses the memory itself, where it may."""
+    """An array that XLA on a CPU can use without a copy."""
     memory = np.zeros(4 * size + 64, "uint8")
     start = -memory.ctypes.data % 64
     return memory[start : start + 4 * size].view("float32")

@@ -119,7 +119,7 @@ def train(
     return pair
 
 
-# Steps that do not go.
+# Steps that are refused.
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Programs that are kept for later processes, and where and when they are not."""
+"""JAX's compilation cache on disk: when it is on, its folder and its size."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ JAX_VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
 def run(
     home: Path, *, before: str = "", after: str = "", **environ: str
 ) -> tuple[str, str]:
-    """What a process prints, on both streams, that works in `home`."""
+    """The output and errors of a process with the working folder `home`."""
     inherited = {k: v for k, v in os.environ.items() if k not in JAX_VARIABLES}
     inherited.pop("REPLICAX_COMPILATION_CACHE", None)
     settings = {
@@ -91,7 +91,7 @@ def test_off(tmp_path: Path, environ: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_user_told_jax_wins(tmp_path: Path) -> None:
+def test_settings_of_the_user_win(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     setting = f"jax.config.update('jax_compilation_cache_dir', {str(theirs)!r} '/{{}}')"
     environ = {"REPLICAX_COMPILATION_CACHE": str(ours)}
@@ -107,7 +107,7 @@ def test_what_the_user_told_jax_wins(tmp_path: Path) -> None:
         assert entries(theirs / str(number)), how
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_logged_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     stdout, stderr = run(
         tmp_path, REPLICAX_COMPILATION_CACHE=str(tmp_path / "file" / "kept")
@@ -186,7 +186,7 @@ def test_folders_by_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names) == 3
 
 
-def test_those_unused_for_longest_go_first(tmp_path: Path) -> None:
+def test_least_recently_used_programs_are_deleted_first(tmp_path: Path) -> None:
     folder = tmp_path / "threads-2"
     folder.mkdir()
     for age, name in enumerate(["new", "middle", "old"]):

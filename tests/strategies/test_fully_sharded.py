@@ -1,4 +1,4 @@
-"""Weights in blocks give what whole weights give."""
+"""Sharded weights: results equal those of whole weights."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def mirrored(num: int = 2, **options: Any) -> rx.MirroredStrategy:
     return rx.MirroredStrategy([f"cpu:{i}" for i in range(num)], **options)
 
 
-def test_each_device_holds_a_part() -> None:
+def test_each_device_holds_a_shard() -> None:
     model, _ = fitted(fully_sharded(), lambda: compiled(network()))
     kernel = model.layers[0].kernel
     slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
@@ -71,7 +71,7 @@ def test_weights_are_whole_where_a_step_uses_them() -> None:
 
 
 def test_weights_outside() -> None:
-    """What Keras does with weights outside of steps works on blocks."""
+    """Keras' methods for weights work on shards."""
     strategy = fully_sharded()
     with strategy.scope():
         model = network()
@@ -163,8 +163,8 @@ def test_fit_where_gathers_and_sums_overlap(monkeypatch) -> None:
     texts = texts_of_programs(strategy)
     _, actual = fitted(strategy, make)
     assert_same(actual, expected)
-    # The backward pass gathers anew when the forward pass is over, and what it takes
-    # besides, such as activations, does not wait.
+    # The backward pass gathers weights after the forward pass; its other inputs, such
+    # as activations, do not wait.
     lowered, _ = texts[0]
     barriers = [x for x in lowered.splitlines() if "optimization_barrier" in x]
     assert any("tensor<32x32xf32>, tensor<f32>" in x for x in barriers)

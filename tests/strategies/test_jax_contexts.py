@@ -141,7 +141,7 @@ def test_the_users_mesh_is_back_afterwards() -> None:
 
 
 def test_transfers_are_guarded_as_in_jit() -> None:
-    """What a step got once is on the devices; numbers have to be transferred."""
+    """Arguments of an earlier step are on the devices; numbers are transferred."""
     strategy = STRATEGIES["mirrored 4"]()
     w = strategy.run(lambda w: w, (np.ones(3, "float32"),))
     (batch,) = strategy.experimental_distribute_dataset(data(8), batch_size=8)

@@ -1,4 +1,4 @@
-"""Weights that are split over a replica's devices give what one device gives."""
+"""Weights sharded over a replica's devices: results equal one device's."""
 
 import functools
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def trained_by_map(shard_update: bool) -> Any:
     return fitted(parallel(MAP, 2, shard_update=shard_update), dense, data(BATCH_SIZE))
 
 
-def test_each_device_holds_its_part() -> None:
+def test_each_device_holds_its_shards() -> None:
     model, _ = trained_by_map(shard_update=False)
     first, second, last = model.layers
     assert blocks_of(first.kernel) == [(NUM_FEATURES, 32)] * 4
@@ -112,7 +112,7 @@ def test_each_device_holds_its_part() -> None:
         assert bytes_on(split, device) == total // 2
 
 
-def test_replicas_divide_the_slots_as_well() -> None:
+def test_replicas_shard_the_optimizer_state_as_well() -> None:
     model, _ = trained_by_map(shard_update=True)
     kernel = model.layers[0].kernel
     assert blocks_of(kernel) == [(NUM_FEATURES, 32)] * 4

@@ -1,4 +1,4 @@
-"""Loops of one's own over two workers, and who takes part in a cluster.
+"""Custom loops on two workers, and the members of a cluster.
 
 A chief and a worker of two devices each, and an evaluator beside them, run
 `everything`; the tests look at what they returned. Where there is an oracle it is the
@@ -14,7 +14,6 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from tests.conftest import mirrored
 from tests.strategies import parity
 
 import replicax as rx
@@ -64,9 +63,9 @@ def tape_step(model, optimizer):
 
 
 def replica_values(strategy):
-    """What replicas say of themselves, and what becomes of it."""
+    """Values of the replica context, reduced and gathered."""
 
-    def about_itself():
+    def context_values():
         context = rx.get_replica_context()
         number = ops.cast(context.replica_id_in_sync_group, "float32")
         row = number + ops.arange(3, dtype="float32")[None]
@@ -77,7 +76,7 @@ def replica_values(strategy):
             "rows": context.all_gather(row, axis=0),
         }
 
-    made = strategy.run(about_itself)
+    made = strategy.run(context_values)
     given = strategy.experimental_distribute_values_from_function(
         lambda context: np.float32(10 * context.replica_id_in_sync_group)
     )
@@ -326,6 +325,10 @@ def tasks():
     ).returned
 
 
+def mirrored(num_replicas):
+    return rx.MirroredStrategy(parity.cpus(num_replicas))
+
+
 # float32 sums over four replicas in another order: about 1e-7 of a gradient each step,
 # of which Adam, which divides by the gradients' sizes, makes more.
 assert_same = functools.partial(parity.assert_same, rtol=1e-4, atol=1e-5)
@@ -333,7 +336,7 @@ assert_identical = functools.partial(parity.assert_same, rtol=0, atol=0)
 
 
 @pytest.mark.multiprocess
-def test_who_takes_part(tasks):
+def test_members_of_a_cluster(tasks):
     name = "MultiWorkerMirroredStrategy"
     assert tasks["chief:0"]["facts"] == {
         "repr": f"{name}(chief:0 of 2 workers, 2 replicas each)",
@@ -357,7 +360,7 @@ def test_the_cpu_of_keras_is_each_workers_own(tasks):
 
 
 @pytest.mark.multiprocess
-def test_an_evaluator_works_by_itself(tasks):
+def test_an_evaluator_is_no_member(tasks):
     assert tasks["evaluator:0"]["facts"] == {
         "repr": "MultiWorkerMirroredStrategy(cpu:0, cpu:1)",
         "task": ("evaluator", 0),
@@ -372,19 +375,19 @@ def test_initial_weights_are_the_same_without_a_seed(tasks):
     own, others = tasks["chief:0"]["fitted"], tasks["worker:0"]["fitted"]
     assert_identical(others, own)
     assert not np.array_equal(own["trained"][0], own["initial"][0])
-    # The evaluator has random numbers of its own; or the test would say nothing.
+    # The evaluator has other random numbers; otherwise the test would prove nothing.
     alone = tasks["evaluator:0"]["fitted"]["initial"]
     assert not np.array_equal(alone[0], own["initial"][0])
 
 
 @pytest.mark.multiprocess
-def test_numbers_drawn_by_one_worker_before_fit_do_not_set_it_apart(tasks):
+def test_fit_synchronizes_numbers_that_one_worker_drew(tasks):
     own, others = (tasks[name]["drawn by one"] for name in ("chief:0", "worker:0"))
     assert own["next"] == others["next"]
 
 
 @pytest.mark.multiprocess
-def test_numbers_drawn_by_one_worker_before_its_weights_are_noticed(tasks):
+def test_weights_made_after_numbers_that_one_worker_drew_are_refused(tasks):
     for name in ("chief:0", "worker:0"):
         message = tasks[name]["drawn by one"]["before a model"]
         assert "the variables' values (their checksums)" in message

@@ -278,7 +278,7 @@ AS_FOUR_REPLICAS = {
     sparse_data_of_each_worker: True,
     a_grain_dataset: True,
 }
-"""Cases, and whether each is slow. All that are alike in this run in one cluster."""
+"""Cases, and whether each is slow. All slow cases share one cluster, as do others."""
 CASES = AS_ONE_DEVICE | AS_FOUR_REPLICAS
 SOME = [adam_with_all_that_fit_takes, dropout_and_replica_statistics]
 
@@ -362,7 +362,7 @@ def test_sums_in_two_stages():
 
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_workers_have_the_very_same(is_slow):
+def test_workers_agree_bit_by_bit(is_slow):
     # Both see the results of the same sums: not one bit may differ.
     first, second = workers(is_slow)
     assert first["replicas"] == 4
@@ -372,7 +372,7 @@ def test_workers_have_the_very_same(is_slow):
 
 @each({case: CASES[case] for case in CASES if case is not masked_and_weighted_steps})
 def test_the_cases_train(case, is_slow):
-    """Or equality would say little."""
+    """Otherwise equality would prove little."""
     result = workers(is_slow)[0][case.__name__]
     keras.utils.set_random_seed(1)
     at_first = keras.Sequential([keras.Input((6,)), layers.Dense(8)]).get_weights()

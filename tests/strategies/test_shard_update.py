@@ -1,4 +1,4 @@
-"""Updates made in parts give what whole updates give, with a part of the slots."""
+"""Sharded updates equal whole ones; a device holds a shard of optimizer state."""
 
 import functools
 import math
@@ -116,7 +116,7 @@ ALL = OPTIMIZERS | {name: of_kind("Adam", options) for name, options in OPTIONS.
 
 @functools.cache
 def updated(*, shard_update: bool) -> dict[str, Any]:
-    """What each optimizer makes of the same gradients, in one program."""
+    """The weights of each optimizer after the same gradients, in one program."""
     strategy, rng = mirrored(shard_update=shard_update), np.random.default_rng(0)
     shapes = [(NUM_FEATURES, NUM_UNITS), (NUM_UNITS,)]
     starts = [rng.normal(size=shape).astype("float32") for shape in shapes]
@@ -239,7 +239,7 @@ def test_compression_hook_and_packs() -> None:
     assert np.abs(actual[kernel] - plain[kernel]).max() > 0.03  # The hook was called.
 
 
-def test_each_device_holds_a_part_of_the_slots() -> None:
+def test_each_device_holds_a_shard_of_the_optimizer_state() -> None:
     model, _ = fitted(sharded(), lambda: compiled(network(), OPTIMIZERS["Adam"]()))
     kernel = model.layers[0].kernel
     assert blocks_of(kernel) == [(NUM_FEATURES, NUM_UNITS)] * 4
@@ -298,7 +298,7 @@ def test_different_updates_are_refused() -> None:
         strategy.run(step)
 
 
-def test_an_assigned_slot_stays_in_parts() -> None:
+def test_assigned_optimizer_state_stays_sharded() -> None:
     strategy = sharded(2)
     with strategy.scope():
         model, optimizer = network(), optimizers.Adam()

@@ -15,7 +15,7 @@ from replicax.launch.local_tasks import free_ports
 
 DEADLINE_S = 100.0
 
-SEED = """
+SCRIPT = """
 import sys
 import replicax as rx
 from jax._src import xla_bridge
@@ -66,8 +66,8 @@ def result_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_the_seeds_lines_say_what_is_missing() -> None:
-    status, out, err = result_of(start(SEED, env=environment()))
+def test_the_error_names_the_missing_parts() -> None:
+    status, out, err = result_of(start(SCRIPT, env=environment()))
     assert status == 1
     assert out == "devices started: False\n"
     error = err.strip().splitlines()[-1]
@@ -81,8 +81,8 @@ def test_the_seeds_lines_say_what_is_missing() -> None:
 
 
 @pytest.mark.slow
-def test_the_seeds_lines_with_an_address() -> None:
-    process = start(SEED, "grpc://10.0.0.2:8470", env=environment())
+def test_an_address_is_refused() -> None:
+    process = start(SCRIPT, "grpc://10.0.0.2:8470", env=environment())
     status, out, err = result_of(process)
     assert (status, out) == (1, "")
     error = err.strip().splitlines()[-1]
@@ -90,8 +90,8 @@ def test_the_seeds_lines_with_an_address() -> None:
     assert "JAX runs on the TPU VM itself" in error
 
 
-def test_jax_is_told_to_use_a_tpu() -> None:
-    process = start(SEED, env=environment(JAX_PLATFORMS="tpu"))
+def test_jax_platforms_names_a_tpu() -> None:
+    process = start(SCRIPT, env=environment(JAX_PLATFORMS="tpu"))
     status, out, err = result_of(process)
     assert (status, out) == (1, "devices started: False\n")
     error = err.strip().splitlines()[-1]
@@ -138,7 +138,7 @@ def test_tf_config_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slice_without_chips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a slice on a machine that is not in one: nobody waits."""
+    """The environment of a slice on a machine outside it: no call waits."""
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     monkeypatch.setenv("TPU_WORKER_ID", "1")
     resolver = rx.cluster_resolver.TPUClusterResolver()

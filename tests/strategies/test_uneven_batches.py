@@ -1,7 +1,7 @@
 """Batches that the replicas do not divide: loops compute what one device computes.
 
-As in `fit`, such a batch goes to the largest number of replicas that divides it; what
-the others compute on copies counts for nothing. Tolerances are those of sums in another
+As in `fit`, such a batch goes to the largest number of replicas that divides it; the
+others compute on copies, which do not count. Tolerances are those of sums in another
 order, in float32.
 """
 
@@ -33,7 +33,7 @@ def require_close(found: Any, expected: Any) -> None:
 
 
 def test_state_of_plain_jax_outlives_an_uneven_batch() -> None:
-    """What `run` returned is passed with the next batch, which all replicas hold."""
+    """A result of `run` is passed with the next batch, which all replicas hold."""
 
     def step(weights: Any, x: Any, y: Any) -> Any:
         def loss(weights: Any) -> Any:
@@ -73,7 +73,7 @@ def test_values_leave_copies_out() -> None:
     np.testing.assert_allclose(
         strategy.reduce("mean", sums), X[:6].sum() / 3, rtol=1e-5
     )
-    # Without the batch, what was made of it says who had examples.
+    # Results know which replicas had examples.
     doubled = strategy.run(lambda x: 2 * x, args=(sums,))
     assert doubled.num_active == 3
     mapped = jax.tree.map(lambda x: x + 1, doubled)
