@@ -77,20 +77,25 @@ _adapter_of_keras: Callable[..., DataAdapterLike] = get_data_adapter
 class _GrainAdapter(GrainDatasetAdapter):
     """Reads a Grain dataset, in another order in each iteration.
 
-    For `own_rows` and `num_skipped`, of the next iteration, see `with_own_rows`.
+    `iteration` is the number of the next iteration; None if all iterations have the
+    same order. For `own_rows` and `num_skipped`, of the next iteration, see
+    `with_own_rows`.
     """
 
-    def __init__(self, dataset: PyTree, first_iteration: int) -> None:
+    def __init__(self, dataset: PyTree, first_iteration: int | None) -> None:
         super().__init__(dataset)
         self._source = dataset
         self.own_rows: Callable[[int], Sequence[int]] | None = None
         self.num_skipped = 0
-        self.iteration = max(first_iteration, _num_iterations.get(dataset, 0))
+        self.iteration = first_iteration
+        if first_iteration is not None:
+            self.iteration = max(first_iteration, _num_iterations.get(dataset, 0))
 
     def get_jax_iterator(self) -> Iterable[PyTree]:
         """Begin an iteration over the dataset; returns its batches."""
-        dataset, iteration = self._source, self.iteration
-        _num_iterations[dataset] = self.iteration = iteration + 1
+        dataset, iteration = self._source, self.iteration or 0
+        if self.iteration is not None:
+            _num_iterations[dataset] = self.iteration = iteration + 1
         if self.own_rows is not None:
             dataset = with_own_rows(dataset, self.own_rows, ENDLESS, self.num_skipped)
             self.num_skipped = 0
@@ -286,7 +291,7 @@ def adapter_of(
                 batch_size,
             )
         return DistributedAdapter(x, first_iteration)
-    if first_iteration is not None and is_grain_dataset(x) and not names:
+    if is_grain_dataset(x) and not names:
         return _GrainAdapter(x, first_iteration)
     with Announced("waiting for the first batch"):  # Keras reads a generator's first.
         return _adapter_of_keras(
