@@ -128,14 +128,12 @@ def run_fit(backup: rx.BackupAndRestore, *callbacks: keras.callbacks.Callback) -
 class Fills(keras.callbacks.Callback):
     """Fills the disk in the fourth epoch."""
 
-    def __init__(self, disk: Path | None = None) -> None:
+    def __init__(self, disk: Path) -> None:
         super().__init__()
         self._disk = disk
-        self.epochs = 0
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        self.epochs = epoch + 1
-        if epoch == 3 and self._disk is not None:
+        if epoch == 3:
             fill(self._disk)
 
 

@@ -231,10 +231,10 @@ def test_other_structures_are_refused_with_the_path(tmp_path: Path) -> None:
     wide = nnx.Sequential(nnx.Linear(2, 4, rngs=nnx.Rngs(1)))
     long = nnx.Sequential(*(nnx.Linear(2, 3, rngs=nnx.Rngs(1)) for _ in range(2)))
     for target, message in (
-        ({"model": wide}, r"model/layers/0/kernel .*: float32\[2, 3\] saved"),
+        ({"model": wide}, r"model/layers/0/kernel: float32\[2, 3\] saved"),
         ({"model": long}, "not in the checkpoint: model/layers/1/bias"),
         ({"tree": {"a": np.zeros(2), "c": 1}}, "not in the checkpoint: tree/c; .*b/0"),
-        ({"tree": {"a": np.zeros(2), "b": {"0": "x"}}}, "tree/b/0 .* a plain value"),
+        ({"tree": {"a": np.zeros(2), "b": {"0": "x"}}}, "tree/b/0: .* a plain value"),
     ):
         checkpoint = rx.Checkpoint(**target)
         before = numbers(nnx.state((wide, long)))

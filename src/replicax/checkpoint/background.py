@@ -1,7 +1,6 @@
 """Asynchronous saves: a thread writes during training; process exit waits for it."""
 
 import atexit
-import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -24,13 +23,11 @@ _unread: set[Future[None]] = set()
 
 
 def write(path: Path, contents: Contents) -> None:
-    """Call `storage.write`; for shared contents, after earlier saves have ended."""
+    """Call `storage.write` in the thread, after earlier saves, and wait."""
     if contents.is_shared:
         # An exchange in the script's thread detects workers that do not save.
         workers.current().exchange("replicax.checkpoint.write", None)
-        _thread.submit(functools.partial(storage.write, path, contents)).result()
-    else:
-        storage.write(path, contents)
+    _thread.submit(storage.write, path, contents).result()
 
 
 def save(

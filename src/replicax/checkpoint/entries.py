@@ -46,9 +46,7 @@ class ArrayEntry:
         shape: The required shape.
         dtype: The required dtype.
         read: Returns the array, on the devices or the host.
-        write: Sets the array to a host array or an array with its sharding, of the
-            required shape and dtype.
-        sharding: Returns the sharding of an array that is split over devices, or None.
+        write: Sets the array to a saved one, and keeps its sharding.
         in_tree: Whether the array is a leaf of a pytree or an NNX object. A checkpoint
             without some of these leaves is an error.
     """
@@ -57,8 +55,7 @@ class ArrayEntry:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray | jax.Array]
-    write: Callable[[np.ndarray | jax.Array], None]
-    sharding: Callable[[], NamedSharding | None] = lambda: None
+    write: Callable[[ShardedArray], None]
     in_tree: bool = True
 
 
@@ -233,8 +230,9 @@ def _variable_entry(name: str, variable: keras.Variable) -> ArrayEntry:
         # JAX keeps 64-bit variables in 32 bits unless `jax_enable_x64` is on.
         dtype=str(jax.dtypes.canonicalize_dtype(variable.dtype)),
         read=read,
-        write=lambda x: internals.set_value(variable, x),
-        sharding=lambda: _sharding_of(internals.own_value(variable)),
+        write=lambda saved: internals.set_value(
+            variable, _read(saved, internals.own_value(variable))
+        ),
         in_tree=False,
     )
 
@@ -259,7 +257,7 @@ def _array_entry(
         shape=leaf.shape,
         dtype=str(leaf.dtype),
         read=lambda: np.asarray(leaf),
-        write=lambda x: put(x[()] if is_scalar else x),
+        write=lambda saved: put(saved.read()[()] if is_scalar else saved.read()),
     )
 
 
@@ -285,7 +283,8 @@ def _jax_entry(
             )
         return leaf
 
-    def write(x: np.ndarray | jax.Array) -> None:
+    def write(saved: ShardedArray) -> None:
+        x = _read(saved, leaf)
         if isinstance(x, jax.Array):
             put(x)
         elif not isinstance(leaf.sharding, NamedSharding):
@@ -299,16 +298,19 @@ def _jax_entry(
         dtype=str(leaf.dtype),
         read=read,
         write=write,
-        sharding=lambda: _sharding_of(leaf),
     )
 
 
-def _sharding_of(value: PyTree) -> NamedSharding | None:
-    """The sharding of an array that is split over devices; None for other arrays."""
-    sharding = getattr(value, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
-        return None
-    return None if device_put.has_no_devices(sharding) else sharding
+def _read(saved: ShardedArray, like: PyTree) -> np.ndarray | jax.Array:
+    """Read an array to the host, or to the devices over which `like` is split."""
+    sharding = getattr(like, "sharding", None)
+    if (
+        not isinstance(sharding, NamedSharding)
+        or sharding.is_fully_replicated
+        or device_put.has_no_devices(sharding)
+    ):
+        return saved.read()
+    return saved.on_devices(sharding)
 
 
 def _key_data(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from replicax._util.types import JSON
+from replicax.checkpoint.arrays import ShardedArray
 from replicax.checkpoint.entries import (
     ArrayEntry,
     Entry,
@@ -173,10 +174,10 @@ def restore_entries(entries: Iterable[Entry], contents: Contents) -> None:
     for entry in entries:
         if isinstance(entry, ArrayEntry):
             if entry.name in arrays:
-                saved, sharding = arrays[entry.name], entry.sharding()
-                entry.write(saved.on_devices(sharding) if sharding else saved.read())
+                entry.write(arrays[entry.name])
             elif entry.name in values:
-                entry.write(np.asarray(values[entry.name], entry.dtype))
+                number = np.asarray(values[entry.name], entry.dtype)
+                entry.write(ShardedArray.of(number))
         elif isinstance(entry, ValueEntry):
             if entry.name in arrays:
                 entry.write(arrays[entry.name].read().item())
