@@ -172,26 +172,6 @@ def test_new_shape_dtype_and_structure_compile_anew_and_old_ones_stay(strategy) 
     assert sizes(strategy) == [1] * len(arguments)
 
 
-def test_inner_functions_made_in_a_loop_share_a_program(strategy) -> None:
-    w = keras.Variable(3.0) if rx.get_strategy() is strategy else None
-    if w is None:
-        with strategy.scope():
-            w = keras.Variable(3.0)
-
-    def epoch(scale: float) -> Any:
-        def helper(x: Any) -> Any:
-            return x * 2.0
-
-        def step(x: Any, power: int = 2) -> Any:
-            return helper(w * x**power) * scale
-
-        return strategy.run(step, (2.0,))
-
-    for _ in range(5):
-        assert values_of(epoch(0.5))[0] == 12.0
-    assert sizes(strategy) == [1]
-
-
 def test_bound_methods_share_a_program_per_object(strategy) -> None:
     class Scaler:
         def __init__(self, scale: float) -> None:

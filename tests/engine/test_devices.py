@@ -111,6 +111,18 @@ print(rx.MirroredStrategy().num_replicas_in_sync, int(os.environ["NPROC"]) >= 8)
     assert python(code).split() == ["4", "True"]
 
 
+def test_physical_devices_are_listed_before_the_cpu_is_divided() -> None:
+    code = """
+import replicax as rx
+from jax._src import xla_bridge
+print([d.name for d in rx.config.list_physical_devices()][0])
+print(xla_bridge.backends_are_initialized())
+rx.set_logical_devices(2)
+print(*[d.name for d in rx.config.list_logical_devices("CPU")])
+"""
+    assert python(code).split() == ["cpu:0", "False", "cpu:0", "cpu:1"]
+
+
 @pytest.mark.slow
 def test_devices_made_by_hand_over_a_small_pool_are_refused() -> None:
     code = """

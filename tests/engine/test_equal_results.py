@@ -111,21 +111,6 @@ def test_axis_names_are_refused_where_replicas_hold_copies() -> None:
         strategy.run(lambda x: rx.get_replica_context().axis_names and x, tuple(data))
 
 
-def test_random_numbers_of_a_replica_are_its_own() -> None:
-    strategy = mirrored(2)
-    with strategy.scope():
-        seed = keras.random.SeedGenerator(0)
-
-    def step(key: Any) -> tuple[Any, Any]:
-        return keras.random.uniform((3,), seed=seed), jax.random.uniform(key, (3,))
-
-    for _ in range(2):
-        own, shared = strategy.run(step, (jax.random.key(0),))
-        first, second = own.values
-        assert not np.array_equal(first, second)
-        assert_equal_everywhere(shared, jax.random.uniform(jax.random.key(0), (3,)))
-
-
 def test_sums_and_gathers_count_each_replica_with_examples(strategy) -> None:
     def step(batch: Any) -> tuple[Any, Any, Any]:
         total = rx.get_replica_context().all_reduce("sum", batch.sum())
@@ -189,22 +174,3 @@ def test_classes_that_check_their_fields_and_leaves_that_are_no_arrays() -> None
         layer, extra = strategy.run(step, (layer, extra))
     assert extra == (np.tanh, "name", marker, None, {"d": np.dtype("float32")})
     assert_equal_everywhere(layer.weight, np.full(3, 4.0))
-
-
-def test_a_state_is_restored_from_a_checkpoint(tmp_path) -> None:
-    def step(state: Any) -> Any:
-        return jax.tree.map(lambda x: x + 1, state)
-
-    def start() -> dict[str, Any]:
-        return {"w": np.zeros((2, 3), "float32"), "count": np.int32(0)}
-
-    strategy = mirrored(4)
-    state = strategy.run(step, (strategy.run(step, (start(),)),))
-    path = rx.Checkpoint(state=state).write(tmp_path / "ckpt")
-    other = mirrored(2)
-    restored = other.run(lambda state: state, (start(),))
-    checkpoint = rx.Checkpoint(state=restored)
-    checkpoint.read(path)
-    again = other.run(step, (checkpoint.state,))
-    assert_equal_everywhere(again["w"], np.full((2, 3), 3.0))
-    assert_equal_everywhere(again["count"], 3)

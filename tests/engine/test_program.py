@@ -14,6 +14,7 @@ import replicax as rx
 from replicax.engine.arguments import flatten_call
 from replicax.engine.program import Program
 from replicax.engine.signature import Options, Outputs
+from replicax.engine.variables import fold_replica_into_seed, restore_seed
 
 
 @pytest.fixture
@@ -276,6 +277,17 @@ def test_seed_counts_one_per_draw_and_keeps_its_seed() -> None:
     for _ in range(6):
         plain(np.ones(64, "float32"), training=True)
     np.testing.assert_array_equal(state, np.asarray(plain.seed_generator.state.value))
+
+
+def test_no_seed_is_changed_in_place() -> None:
+    # XLA for GPUs (JAX 0.10.2) does not compile such a step of one replica.
+    def step(state: jax.Array, replica_id: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own = fold_replica_into_seed(state, replica_id)
+        return own, restore_seed(own + jnp.array([0, 1], state.dtype), state)
+
+    text = jax.jit(step).lower(jnp.array([7, 3], "uint32"), jnp.int32(1)).as_text()
+    assert "scatter" not in text
+    assert "dynamic_update_slice" not in text
 
 
 # The options that `fit` uses.

@@ -316,39 +316,3 @@ def test_no_context_is_false_and_shows_its_protocols() -> None:
     assert not nothing
     assert not hasattr(nothing, "__len__")
     assert repr(nothing)
-
-
-def test_collectives_inside_scan_and_cond(strategy) -> None:
-    def fn(x: Any) -> Any:
-        context = rx.get_replica_context()
-
-        def body(carry: Any, _: Any) -> Any:
-            return context.all_reduce("mean", carry + x), None
-
-        carry, _ = jax.lax.scan(body, jnp.zeros(()), length=3)
-        return carry
-
-    x = np.float32([1.0, 2.0, 3.0, 6.0])
-    assert values_of(strategy.run(fn, (rx.PerReplica(x),))) == (9.0,) * 4
-
-
-@pytest.mark.parametrize("virtual", [1, 2])
-def test_keys_with_the_replicas_number_are_all_different(virtual) -> None:
-    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], replicas_per_device=virtual)
-
-    def mask(key: Any) -> Any:
-        number = rx.get_replica_context().replica_id_in_sync_group
-        own = jax.random.fold_in(key, number)
-        return jax.random.bernoulli(own, 0.5, (64,)), jax.random.bernoulli(
-            key, 0.5, (64,)
-        )
-
-    key = jax.random.key(3)
-    own, same = strategy.run(mask, (key,))
-    expected = [
-        jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, (64,))
-        for i in range(2 * virtual)
-    ]
-    np.testing.assert_array_equal(np.asarray(own), np.stack(expected))
-    assert isinstance(same, jax.Array)
-    assert len({x.tobytes() for x in np.asarray(own)}) == 2 * virtual

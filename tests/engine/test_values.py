@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from tests.conftest import mirrored
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.conftest import mirrored, values_of
 
 import replicax as rx
 
@@ -199,3 +201,23 @@ def test_values_mix_with_arrays_elsewhere() -> None:
     assert int(first + second * third) == 2
     there = jax.device_put(jnp.ones(()), jax.devices()[5])
     assert (third + there).devices() == {jax.devices()[5]}
+
+
+@settings(max_examples=10)
+@given(
+    num_replicas=st.sampled_from([1, 2, 3, 5, 8]),
+    rows=st.integers(1, 4),
+    columns=st.integers(0, 5),
+)
+def test_any_shape_survives_the_round_trip(num_replicas, rows, columns) -> None:
+    strategy = mirrored(num_replicas)
+    x = np.random.default_rng(0).normal(size=(num_replicas, rows, columns))
+    x = x.astype("float32")
+    out = strategy.run(
+        lambda t: {"same": t["x"], "neg": [-t["x"]]}, ({"x": rx.PerReplica(x)},)
+    )
+    np.testing.assert_array_equal(np.stack(values_of(out["same"])), x)
+    np.testing.assert_array_equal(np.stack(values_of(out["neg"][0])), -x)
+    summed = strategy.reduce("sum", out)
+    np.testing.assert_allclose(summed["same"], x.sum(0), rtol=1e-5, atol=1e-6)
+    assert strategy.gather(out, axis=0)["same"].shape == (num_replicas * rows, columns)

@@ -15,8 +15,9 @@ TABLES = {
     "linen": LINEN,
     "equinox": EQUINOX,
 }
-# Several devices with several replicas each; the other columns are slow, and so are the
-# tables of Optax, of which `test_optax` has quick ones, and Linen.
+# Quick: all cells of one case, and those of several devices with several replicas each.
+# `test_optax` has quick tests of Optax.
+QUICK_CASE = "MLP, momentum, metrics"
 QUICK = "virtual"
 SLOW = ("optax", "linen")
 
@@ -25,7 +26,9 @@ def cells() -> Iterator[object]:
     for library, cases in TABLES.items():
         for name, case in cases.items():
             for strategy in STRATEGIES:
-                is_quick = strategy == QUICK and library not in SLOW
+                is_quick = name == QUICK_CASE or (
+                    strategy == QUICK and library not in SLOW
+                )
                 marks = [] if is_quick else [pytest.mark.slow]
                 id = f"{library}: {name}, {strategy}"
                 yield pytest.param(case, strategy, id=id, marks=marks)

@@ -334,22 +334,6 @@ def test_a_checkpoint_of_a_divided_state(tmp_path: Any) -> None:
         rx.Checkpoint(state=trained(two, 0)).restore(path)
 
 
-def test_steps_are_accumulated_inside_or_around() -> None:
-    grads = {"w": np.array([[1.0, 2.0], [3.0, 6.0]], "float32")}
-    for tx in (
-        rx.distributed(optax.MultiSteps(optax.sgd(1.0), 2)),
-        optax.MultiSteps(rx.distributed(optax.sgd(1.0)), 2),
-    ):
-        state, parts = tx.init({"w": np.zeros(2, "float32")}), rx.PerReplica(grads["w"])
-        strategy = mirrored(2)
-        if isinstance(tx, optax.MultiSteps):  # Around: each replica has its own sums.
-            state = state._replace(acc_grads=strategy.per_replica(state.acc_grads))
-        first, state = strategy.run(tx.update, ({"w": parts}, state))
-        second, state = strategy.run(tx.update, ({"w": parts}, state))
-        np.testing.assert_array_equal(first["w"], [0.0, 0.0])
-        np.testing.assert_array_equal(second["w"], [-2.0, -4.0])
-
-
 def test_a_whole_state_is_updated_whole_and_said_so(caplog: Any) -> None:
     optax_module._warn_of_whole_state.cache_clear()
     strategy = STRATEGIES["sharded update, 4"]()

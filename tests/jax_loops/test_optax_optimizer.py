@@ -299,8 +299,9 @@ def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match="combine gradients already"):
         rx.OptaxOptimizer(rx.distributed(optax.adam(0.1)))
     weights = [keras.Variable(np.ones(3), name="a"), keras.Variable(1.0, name="b")]
-    with pytest.raises(TypeError, match="needs extra arguments"):
-        rx.OptaxOptimizer(optax.contrib.reduce_on_plateau()).build(weights)
+    ones = [jnp.ones(3), jnp.ones(())]
+    with pytest.raises(TypeError, match="required keyword-only argument: 'value'"):
+        rx.OptaxOptimizer(optax.contrib.reduce_on_plateau()).apply(ones, weights)
     optimizer = rx.OptaxOptimizer(optax.adam(0.1))
     optimizer.build(weights)
     with (
@@ -312,4 +313,4 @@ def test_bad_arguments() -> None:
         update=lambda g, state, params=None: (g, (state, jnp.zeros(2)))
     )
     with pytest.raises(TypeError, match="changes the structure"):
-        rx.OptaxOptimizer(odd).build(weights)
+        rx.OptaxOptimizer(odd).apply(ones, weights)

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from tests.conftest import mirrored
 
 BATCH_SIZE = 24
 
@@ -129,3 +130,13 @@ def test_first_replica_draws_as_one_device(outcome):
     np.testing.assert_array_equal(
         outcome(lambda: Masks().predict(ones, **args), 1), plain
     )
+
+
+def test_augmentation_that_was_made_outside_the_scope():
+    flip = layers.RandomFlip("horizontal", seed=1)
+    with mirrored(1).scope():
+        model = keras.Sequential([flip, layers.Flatten(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.zeros((4, 8, 8, 1), "float32")
+    history = model.fit(x, x[:, 0, 0], verbose=0)
+    assert np.isfinite(history.history["loss"]).all()

@@ -1,5 +1,6 @@
 """`OptaxOptimizer`: an Optax transformation as an optimizer for Keras models."""
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -51,8 +52,8 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             `loss_scale_factor`, `gradient_accumulation_steps`.
 
     Raises:
-        TypeError: For another `tx` or option; when it is built, for a transformation
-            that needs extra arguments, or whose state changes its structure.
+        TypeError: For another `tx` or option; in `apply`, for a transformation that
+            needs extra arguments, or whose state changes its structure.
         NotImplementedError: When it is built under a `ParameterServerStrategy`.
         ValueError: In `apply`, if a variable has no gradient.
 
@@ -115,13 +116,13 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             return state
 
         state = jax.eval_shape(init, shapes)
-        self._require_update(shapes, state)
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(state)
-        initial = _InitialState(self._tx, by_name)
+        initializer = _initializer_of_leaves(self._tx, by_name)
         for number, (path, leaf) in enumerate(leaves):
             name = getattr(path[-1], "key", None) if path else None
             variable = by_name.get(name) if isinstance(name, str) else None
-            self._slots.append(self._slot(path, leaf, variable, initial.leaf(number)))
+            initial = functools.partial(initializer, number)
+            self._slots.append(self._slot(path, leaf, variable, initial))
 
     def _slot(
         self,
@@ -151,25 +152,6 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             )
         return slot
 
-    def _require_update(self, params: PyTree, state: PyTree) -> None:
-        """Raise if `tx.update` needs extra arguments or changes the state's shapes."""
-        try:
-            _, new = jax.eval_shape(self._tx.update, params, state, params)
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
-                raise
-            raise TypeError(
-                f"{self.name}: the transformation needs extra arguments, which Keras "
-                f"does not pass: {error}. Use it in a loop of your own, with "
-                "rx.distributed(tx)."
-            ) from error
-        shapes = jax.tree.map(lambda x: x.shape, (state, new))
-        if shapes[0] != shapes[1]:
-            raise TypeError(
-                f"{self.name}: an update changes the structure of the optimizer state "
-                f"from {state} to {new}, so it cannot be kept in variables."
-            )
-
     def update_together(
         self, gradients: Sequence[jax.Array], variables: Sequence[keras.Variable]
     ) -> None:
@@ -192,6 +174,12 @@ class OptaxOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         pairs = zip(self._slots, self._key_impls, strict=True)
         state = self._structure.unflatten(_restored(v.value, impl) for v, impl in pairs)
         updates, state = self._tx.update(grads, state, params)
+        if jax.tree.structure(state) != self._structure:
+            raise TypeError(
+                f"{self.name}: an update changes the structure of the optimizer state "
+                f"from {self._structure} to {jax.tree.structure(state)}, so it cannot "
+                "be kept in variables."
+            )
         new: PyTree = optax.apply_updates(params, updates)
         for key, variable in zip(self._names, trained, strict=True):
             variable.assign(new[key])
@@ -284,30 +272,26 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> PyTree:
     return None if isinstance(rate, _UnknownRate) else rate
 
 
-class _InitialState:
-    """Computes the initial state, when Keras initializes the state's first variable.
+def _initializer_of_leaves(
+    tx: Transformation, variables: dict[str, keras.Variable]
+) -> Callable[..., jax.Array]:
+    """An initializer of the state's leaves, called with a leaf's number.
 
-    For variables created in a trace, this is after the trace, when weights have values.
+    The first call computes the initial state. For variables that are created in a
+    trace, Keras calls it after the trace, when weights have values.
     """
+    values: dict[int, jax.Array] = {}
 
-    def __init__(
-        self, tx: Transformation, variables: dict[str, keras.Variable]
-    ) -> None:
-        self._tx = tx
-        self._variables = variables
-        self._values: dict[int, jax.Array] = {}
+    def initializer(
+        number: int, shape: Shape, dtype: DTypeLike | None = None
+    ) -> jax.Array:
+        if number not in values:
+            params = {k: v.value for k, v in variables.items()}
+            values.update(enumerate(jax.tree.leaves(tx.init(params))))
+        # A copy: a state may hold the weights' own arrays, which steps donate.
+        return jnp.array(_stored(values.pop(number)), dtype, copy=True)
 
-    def leaf(self, number: int) -> Callable[..., jax.Array]:
-        """An initializer, as Keras calls it, of one leaf of the state."""
-
-        def initializer(shape: Shape, dtype: DTypeLike | None = None) -> jax.Array:
-            if number not in self._values:
-                params = {k: v.value for k, v in self._variables.items()}
-                self._values = dict(enumerate(jax.tree.leaves(self._tx.init(params))))
-            # A copy: a state may hold the weights' own arrays, which steps donate.
-            return jnp.array(_stored(self._values.pop(number)), dtype, copy=True)
-
-        return initializer
+    return initializer
 
 
 def _is_injected(state: object) -> bool:

@@ -49,19 +49,6 @@ def test_a_forgotten_all_reduce_is_named() -> None:
     assert "all_reduce" in message
 
 
-def test_a_gradient_through_a_mean_is_named() -> None:
-    def step(params: Any, x: jax.Array) -> Any:
-        def loss(params: Any) -> jax.Array:
-            context = rx.get_replica_context()
-            return context.all_reduce("mean", loss_of(params, x))
-
-        grads = jax.grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-    with pytest.raises(rx.DivergenceError, match=r"args\[0\]\['b'\]"):
-        train(mirrored(2), step, params_of())
-
-
 def test_lambdas_of_a_loop_are_the_same_step() -> None:
     strategy = mirrored(2)
     (batch,) = strategy.experimental_distribute_dataset(X, batch_size=8)
@@ -74,31 +61,9 @@ def test_lambdas_of_a_loop_are_the_same_step() -> None:
         add(total)
 
 
-def test_state_that_is_per_replica_from_the_start_may_differ() -> None:
-    strategy = mirrored(2)
-
-    def count(total: jax.Array, x: jax.Array) -> jax.Array:
-        return total + x.sum()
-
-    total = train(strategy, count, strategy.per_replica(np.float32(0.0)), steps=3)
-    np.testing.assert_allclose(strategy.reduce("sum", total), 3 * X.sum(), rtol=1e-5)
-
-
 def test_another_function_may_use_differing_results() -> None:
     strategy = mirrored(2)
     (batch,) = strategy.experimental_distribute_dataset(X, batch_size=8)
     predictions = strategy.run(lambda x: 2 * x, args=(batch,))
     total = strategy.run(lambda x, y: (x - y).sum(), args=(batch, predictions))
     np.testing.assert_allclose(strategy.reduce("sum", total), -X.sum(), rtol=1e-5)
-
-
-def test_combined_state_stays_equal() -> None:
-    def step(params: Any, x: jax.Array) -> Any:
-        grads = jax.grad(loss_of)(params, x)
-        grads = rx.get_replica_context().all_reduce("mean", grads)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-    expected = train(mirrored(1), step, params_of(), steps=3)
-    actual = train(mirrored(4), step, params_of(), steps=3)
-    # Sums of float32 in another order.
-    np.testing.assert_allclose(actual["w"], expected["w"], rtol=1e-6)
