@@ -371,16 +371,6 @@ def test_only_what_changed_is_copied(digits: Any, copied: list[int]) -> None:
     assert copied[1:] == pytest.approx([trained] * 3, abs=100)
 
 
-def test_evaluation_copies_once(copied: list[int]) -> None:
-    strategy = central()
-    model, _ = train(strategy, 1)
-    copied.clear()
-    test = lambda x: model(x)  # noqa: E731
-    for _ in range(3):
-        strategy.run(test, (data(4)[0],))
-    assert [bool(size) for size in copied].count(True) == 1
-
-
 def test_the_host_is_two_steps_ahead_at_most() -> None:
     strategy = central()
     with strategy.scope():

@@ -106,29 +106,6 @@ def test_replica_context(devices: int, each: int) -> None:
 
 
 @pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_distributed_datasets(devices: int, each: int, remainder: str) -> None:
-    strategy = strategy_of(devices, each)
-    x = np.arange(35)
-    dataset = strategy.experimental_distribute_dataset(
-        x, batch_size=16, remainder=remainder
-    )
-    assert len(dataset) == (2 if remainder == "drop" else 3)
-    found, real = [], []
-    for batch in dataset:
-        batch, mask = batch if remainder == "pad" else (batch, None)
-        assert batch.array.shape[0] == NUM
-        found += np.asarray(batch.array).reshape(-1).tolist()
-        size = batch.array.size
-        real += [True] * size if mask is None else np.ravel(mask.array).tolist()
-        # Row i is on the device of replica i.
-        places = [s.device for s in batch.array.addressable_shards]
-        assert places == jax.devices()[:devices]
-    expected = 32 if remainder == "drop" else 35
-    assert [i for i, ok in zip(found, real, strict=True) if ok] == [*range(expected)]
-
-
-@pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
 def test_datasets_from_a_function(devices: int, each: int) -> None:
     strategy = strategy_of(devices, each)
 

@@ -263,22 +263,17 @@ def _is_variadic(parameter: inspect.Parameter) -> bool:
 def _replace(wrap: Wrap, name: str, hook: Hook) -> None:
     holders = wrap.find_holders(name)
     original = getattr(holders[0], name)
-    is_decorated = _is_decorated(original)
     # `model.fit(callbacks=[rx.BackupAndRestore(...)])` looks `fit` up before it makes
     # the callback, which installs the hooks. So the hook also goes into the cell of
     # Keras' decorator.
+    wrapper: Any = filter_traceback(original)
+    is_decorated = getattr(original, "__code__", None) is wrapper.__code__
     cell = original.__closure__[0] if is_decorated else None
     function = hooked(filter_traceback(cell.cell_contents) if cell else original, hook)
     if cell:
         cell.cell_contents = function
     for holder in holders:
         setattr(holder, name, function)
-
-
-def _is_decorated(function: Any) -> bool:
-    """Whether Keras has decorated a function to filter tracebacks."""
-    wrapper: Any = filter_traceback(function)
-    return getattr(function, "__code__", None) is wrapper.__code__
 
 
 def hooked(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:

@@ -4,19 +4,15 @@ from collections.abc import Iterable
 
 __all__ = ["listed"]
 
+_MOST = 10
+
 
 def listed(
     names: Iterable[str],
     *,
     nobody: str = "nobody",
-    separator: str = ", ",
-    last: str = " and ",
-    most: int = 10,
 ) -> str:
-    """Format at most `most` names for a sentence.
-
-    `last` precedes the last name, or the number of the rest. `nobody` is the result for
-    no names.
+    """Format names for a sentence; `nobody` is the result for no names.
 
     Example:
         >>> listed(["worker:1", "worker:2"]), listed([])
@@ -25,7 +21,7 @@ def listed(
         'worker:7, worker:8, worker:9 and 490 more'
     """
     names = list(names)
-    shown, rest = names[:most], len(names) - most
+    shown, rest = names[:_MOST], len(names) - _MOST
     if rest > 0:
-        return f"{separator.join(shown)}{last}{rest} more"
-    return last.join(filter(None, [separator.join(shown[:-1]), *shown[-1:]])) or nobody
+        return f"{', '.join(shown)} and {rest} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]])) or nobody

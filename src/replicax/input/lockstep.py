@@ -226,7 +226,8 @@ def differences(
         is_same_kind = kind == other_kind
         where = "" if is_same_kind else f" on {name} and {other_kind} on {other_name}"
         texts.append(f"{leaf}, which is {kind}{where}")
-    return listed(texts, separator="; ", last="; ", most=_MOST_NAMED, nobody="")
+    rest = len(texts) - _MOST_NAMED
+    return "; ".join([*texts[:_MOST_NAMED], *([f"{rest} more"] if rest > 0 else [])])
 
 
 def _arrays_of(leaf: PyTree) -> list[np.ndarray]:

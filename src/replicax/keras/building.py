@@ -75,17 +75,13 @@ def build(
     name = f"building model {model.name!r}"
     with contextlib.nullcontext() if is_done else Announced(name):
         if kind == "predict":
-            _build_by_call(model, first())
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first())
+            with keras.StatelessScope():
+                model(jax.tree.map(whole, inputs))
         elif has_call(model):
             _build_by_keras(model, strategy, kind, first)
         else:
             _build_by_step(model, strategy, kind, first)
-
-
-def _build_by_call(model: keras.Model, batch: PyTree) -> None:
-    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    with keras.StatelessScope():
-        model(jax.tree.map(whole, inputs))
 
 
 def _build_by_keras(

@@ -386,10 +386,10 @@ def steps_of(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
             f"device; {strategy!r} runs {kind}_step on each replica. Override "
             f"{kind}_step in place of make_{kind}_function, or write a callback."
         )
-    kept = vars(function).setdefault(_STEPS, {})
-    if strategy not in kept:
-        kept[strategy] = Steps(model, strategy, kind)
-    return kept[strategy].begin()
+    by_strategy = vars(function).setdefault(_STEPS, {})
+    if strategy not in by_strategy:
+        by_strategy[strategy] = Steps(model, strategy, kind)
+    return by_strategy[strategy].begin()
 
 
 def has_steps(model: keras.Model, kind: str) -> bool:

@@ -150,7 +150,8 @@ class _ParameterDevice(ReplicaHome):
         else:
             calls = [self._bind(*update, stored) for update in updates]
             values = itertools.chain.from_iterable(map(operator.call, calls))
-            # One call into C, which an interrupt cannot split.
+            # One call into C, which no interrupt splits, not even an asynchronous
+            # exception, which `uninterrupted` does not defer.
             internals.write_values(variables, itertools.chain(at_home, values))
         for value, copy in zip(at_home, new, strict=True):
             self._copies.keep(value, copy)
