@@ -107,7 +107,8 @@ def test_an_exception_of_a_worker_ends_the_job(run: Callable[..., Result]) -> No
     assert result.exit_code == 1, result.output
     first, *trace, last = result.stderr.splitlines()
     assert first.endswith(
-        "worker:2 ended with exit code 1. It would fail again: the job cannot go on."
+        "worker:2 ended with exit code 1. No restart follows (permanent: another "
+        "attempt would fail again): the job cannot go on."
     )
     assert trace[-1] == "replicax:   ImportError: no module polars"
     assert "worker:2 failed first, with exit code 1, after 0 restarts" in last
@@ -153,7 +154,7 @@ def test_without_restarts_the_others_finish(run: Callable[..., Result]) -> None:
     result = run(code, "--max-restarts", "0")
     assert result.exit_code == 137, result.output
     assert result.stdout.count("| done") == 2
-    assert "No restart is left: the others go on." in result.stderr
+    assert "no restart is left): the others go on." in result.stderr
     assert "The job is done, but worker:2 failed first" in result.stderr
 
 
@@ -174,7 +175,7 @@ def test_a_crash_loop_of_a_worker_is_ended(run: Callable[..., Result]) -> None:
     result = run(CRASHES, "--max-restarts", "50")
     assert result.exit_code == 137, result.output
     assert result.stdout.count("| done") == 2
-    assert "Three restarts in a row brought no progress" in result.stderr
+    assert "three attempts in a row got no further" in result.stderr
     assert "after 3 restarts" in result.stderr.splitlines()[-1]
 
 
@@ -192,9 +193,8 @@ def test_an_exception_of_the_chief_ends_the_job(
     options = ("--chief",) if chief == "chief:0" else ()
     result = run(code, *options)
     assert result.exit_code == 7, result.output
-    assert f"{chief} ended with exit code 7. It would fail again: the job cannot" in (
-        result.stderr
-    )
+    assert f"{chief} ended with exit code 7. No restart follows" in result.stderr
+    assert "would fail again): the job cannot go on." in result.stderr
     assert f"{chief} failed first, with exit code 7" in result.stderr.splitlines()[-1]
 
 
@@ -300,7 +300,7 @@ import numpy as np
 from replicax.ps.strategy import ParameterServerStrategy
 
 plan = json.loads(sys.argv[2])
-killed, epochs = plan.get("killed", {}), plan.get("epochs", 10_000)
+killed = plan.get("killed", {})
 mark(f"begun-{name}-{attempt}")
 strategy = ParameterServerStrategy(
     timeouts=rx.Timeouts(heartbeat=6, step=60),
@@ -321,7 +321,7 @@ class Course(keras.callbacks.Callback):
             mark(f"trains-{name}-{attempt}")
         wanted = [f"trains-{who}-{count}" for who, count in killed.items()]
         wanted.append(plan.get("until", f"trains-{name}-{attempt}"))
-        if plan.get("epochs") is None and strategy.is_chief:
+        if strategy.is_chief:
             if all(os.path.exists(f"{here}/{text}") for text in wanted):
                 self.model.stop_training = True
         time.sleep(0.02)
@@ -333,7 +333,7 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05), "mse")
 weights = np.linspace(-1, 1, 8, dtype="float32")[:, None]
-model.fit(x, x @ weights, batch_size=32, epochs=epochs, verbose=0,
+model.fit(x, x @ weights, batch_size=32, epochs=10_000, verbose=0,
           callbacks=[Course()])
 if strategy.is_chief:
     print("weights off by", float(np.abs(model.weights[0].numpy() - weights).max()))
@@ -409,17 +409,6 @@ def test_killed_workers_rejoin(
     assert nobody_is_left(tmp_path)
 
 
-@pytest.mark.slow
-def test_a_worker_is_lost_and_the_others_finish(tmp_path: Path) -> None:
-    options = ("--workers", "2", "--max-restarts", "0")
-    with training(tmp_path, *options, killed={"worker:1": 1}, epochs=12) as process:
-        output = finished(process)
-    assert process.returncode == 137, output
-    assert "worker:0 | done" in output
-    assert "The job is done, but worker:1 failed first, with exit code 137" in output
-    assert error_of(output) < 0.1
-
-
 def when_marked(folder: Path, text: str, process: subprocess.Popen[str]) -> int:
     """The process id in a file that a task makes."""
     end = time.monotonic() + 60
@@ -475,13 +464,12 @@ def test_a_killed_server_without_snapshots_ends_the_job(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all(tmp_path: Path, number: signal.Signals) -> None:
+def test_sigterm_ends_all(tmp_path: Path) -> None:
     with training(tmp_path, "--workers", "2", killed={"worker:1": 99}) as process:
         when_marked(tmp_path, "joined-worker:1-1", process)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=40)
     assert process.returncode != 0
-    assert f"{number.name}: the tasks have 30 s to end." in output
-    assert f"after {number.name}" in output.splitlines()[-1]
+    assert "SIGTERM: the tasks have 30 s to end." in output
+    assert "after SIGTERM" in output.splitlines()[-1]
     assert nobody_is_left(tmp_path)

@@ -45,27 +45,27 @@ def become_task(pipe: int, parent: int, cores: str, command: list[str]) -> NoRet
         sys.exit(_CANNOT_START)
 
 
-def guard(announcements: int, folder: str) -> None:
+def guard(registrations: int, folder: str) -> None:
     """Wait until the launcher exits or closes its pipe; then kill the remaining groups.
 
     Standard input is a pipe from the launcher. Starting tasks write their process ids
-    to the file descriptor `announcements`; a task that is frozen during its start may
+    to the file descriptor `registrations`; a task that is frozen during its start may
     keep this descriptor open. Finally the guard deletes the tasks' temporary `folder`,
     unless the name is empty.
     """
     launcher = sys.stdin.fileno()
-    for descriptor in (launcher, announcements):
+    for descriptor in (launcher, registrations):
         os.set_blocking(descriptor, False)
     groups: set[int] = set()
-    unread = {launcher: b"", announcements: b""}  # Incomplete lines by descriptor.
+    unread = {launcher: b"", registrations: b""}  # Incomplete lines by descriptor.
     while unread:
         timeout = None if launcher in unread else _STRAGGLER_S
         if not select.select(list(unread), [], [], timeout)[0]:
             break
         # A task registers before the launcher reports the task's end. So read reports
         # first, then registrations, which include those of all reported tasks.
-        lines = {d: _read_lines(d, unread) for d in (launcher, announcements)}
-        for line in lines[announcements] + lines[launcher]:
+        lines = {d: _read_lines(d, unread) for d in (launcher, registrations)}
+        for line in lines[registrations] + lines[launcher]:
             (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
         if launcher not in unread:
             _kill(groups)

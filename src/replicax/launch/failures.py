@@ -5,7 +5,6 @@ import itertools
 import random
 import signal
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from replicax.cluster.failure import (
     ExitCode,
@@ -17,7 +16,6 @@ from replicax.cluster.failure import (
 __all__ = [
     "CRASH_LOOP",
     "Failure",
-    "GiveUp",
     "RestartPolicy",
     "back_off",
     "crash_loop",
@@ -139,27 +137,11 @@ def last_lines(failure: Failure) -> str:
     return "\n".join([f"The last lines of {failure.task}:", *shown]) if shown else ""
 
 
-class GiveUp(NamedTuple):
-    """The reason why no restart follows a failure.
-
-    Attributes:
-        at_failure: The text of the reason in the message right after the failure.
-        in_summary: The text of the reason in the job's summary.
-    """
-
-    at_failure: str
-    in_summary: str
-
-
-_INTERRUPTED = GiveUp("It was interrupted", "interrupted")
-_PERMANENT = GiveUp(
-    "It would fail again", "permanent: another attempt would fail again"
-)
-CRASH_LOOP = GiveUp(
-    "Three restarts in a row brought no progress",
-    "retryable, but three attempts in a row got no further: a crash loop",
-)
-_NONE_LEFT = GiveUp("No restart is left", "retryable, but no restart is left")
+# Reasons why no restart follows a failure.
+_INTERRUPTED = "interrupted"
+_PERMANENT = "permanent: another attempt would fail again"
+CRASH_LOOP = "retryable, but three attempts in a row got no further: a crash loop"
+_NONE_LEFT = "retryable, but no restart is left"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,12 +166,10 @@ class RestartPolicy:
             return exit_status(failure.exit_code) == ExitCode.INTERRUPTED
         return not is_retryable(failure.exit_code)
 
-    def give_up(self, failure: Failure, steps: Sequence[int]) -> GiveUp | None:
-        """Return the reason against a restart after a failure; None: restart.
+    def give_up(self, failure: Failure, steps: Sequence[int]) -> str | None:
+        """Return the reason for no restart; None: restart.
 
-        Args:
-            failure: The failure.
-            steps: The last step of each failed attempt, in order, this one included.
+        `steps` has the last step of each failed attempt, in order, this one included.
         """
         if self.is_permanent(failure):
             is_interrupted = exit_status(failure.exit_code) == ExitCode.INTERRUPTED

@@ -58,7 +58,7 @@ class Gang:
         steps: The last step of each failed attempt; -1: unknown.
         restart_at: Time of the next restart; None: the tasks run, or have ended.
         ended: The final state in a word; None: the tasks have not ended.
-        exit_deadline: When tasks whose script ended too early are terminated.
+        exit_deadline: Time at which tasks whose script ended early are terminated.
     """
 
     names: Sequence[str]

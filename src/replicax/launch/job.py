@@ -71,8 +71,8 @@ class Job(Supervisor):
         self._has_servers = "ps" in command.num_tasks
         self._is_done = False  # The chief's gang has succeeded.
         self._culprit: str | None = None  # The task whose failure ends the job.
-        self._failures: list[Failure] = []  # The failures that no restart followed.
-        self._reason = ""  # Why no restart followed, for the summary.
+        self._failures: list[Failure] = []  # Failures without a restart.
+        self._reason = ""  # The reason for no restart, in the summary.
 
     @property
     def is_waiting(self) -> bool:
@@ -84,7 +84,7 @@ class Job(Supervisor):
         return self.running_of("chief", "worker")
 
     @property
-    def _is_over(self) -> bool:
+    def _restarts_are_over(self) -> bool:
         """Whether there will be no more restarts."""
         ended = self._is_done or self._culprit is not None
         return ended or self.signal is not None
@@ -109,7 +109,7 @@ class Job(Supervisor):
                 is_done = 0 in gang.exited.values()
                 gang.ended = "done" if is_done else "ended"
                 self._is_done |= is_done and gang is self._chief
-        if self._chief_failed_when_done and not self._is_over:
+        if self._chief_failed_when_done and not self._restarts_are_over:
             self._is_done = True
             self._say("The servers have ended because the chief's script has ended.")
 
@@ -141,13 +141,13 @@ class Job(Supervisor):
             self._fail_for_good(
                 self._gang_of[server], cause, f"{server} is back without a snapshot"
             )
-        elif (culprit := self._permanently_failing()) is not None:
+        elif (culprit := self._running_culprit()) is not None:
             self._failures.append(failure)
             self._culprit = culprit
         elif (reason := self._policy.give_up(failure, gang.steps)) is not None:
             if not self._has_servers:
-                self._reason = reason.in_summary
-            self._fail_for_good(gang, failure, reason.at_failure)
+                self._reason = reason
+            self._fail_for_good(gang, failure, reason)
         else:
             wait = back_off(gang.num_restarts, self._policy.backoff_seconds)
             gang.restart_at = time.monotonic() + wait
@@ -176,8 +176,8 @@ class Job(Supervisor):
         gangs = self._gangs if trains_none else [gang]
         return sum(sum(gang.steps_by_task().values()) for gang in gangs)
 
-    def _permanently_failing(self) -> str | None:
-        """Find a task that has reported a permanent failure but not yet exited."""
+    def _running_culprit(self) -> str | None:
+        """Find a running task that has already reported a permanent failure."""
         for name in sorted(self.running):
             for report in self._gang_of[name].reports:
                 failure = first_failure([(name, report.exit_code)], [report])
@@ -193,13 +193,13 @@ class Job(Supervisor):
             self._culprit = failure.task
             outcome = "the job cannot go on"
         if self._has_servers:
-            self._say(f"{failure.message} {reason}: {outcome}.")
+            self._say(f"{failure.message} No restart follows ({reason}): {outcome}.")
 
     def _restart(self) -> None:
         """Restart the gangs whose wait has ended, unless the job has ended."""
         waiting = [gang for gang in self._gangs if gang.restart_at is not None]
         for gang in waiting:
-            if self._is_over:
+            if self._restarts_are_over:
                 gang.restart_at = None
                 if not self._is_done:
                     self._failures.append(gang.failures[-1])
@@ -282,7 +282,7 @@ class Job(Supervisor):
             if num:
                 self._say(f"The job is done, after {restarts}.")
             return ExitCode.DONE
-        if self._reason == CRASH_LOOP.in_summary:
+        if self._reason == CRASH_LOOP:
             failure = self._chief.failures[0]
             text = f"{failure.message}\n{failure.traceback or ''}".rstrip()
             self._say(f"The first failure of the first attempt:\n{text}")

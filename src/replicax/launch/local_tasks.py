@@ -146,8 +146,6 @@ def _is_free(port: int) -> bool:
 
 def divide_cores(names: Sequence[str], per_task: int) -> dict[str, list[int]]:
     """Divide the cores of this process: `per_task` distinct cores for each task."""
-    if per_task < 1:
-        raise ValueError(f"There must be at least 1 core per worker; got {per_task}.")
     if not hasattr(os, "sched_getaffinity"):
         raise RuntimeError(
             "This system cannot pin processes to cores; Linux can. Leave the cores per "

@@ -196,7 +196,7 @@ def to_yaml(document: Mapping[str, JSON]) -> str:
     Example:
         >>> print(to_yaml({"kind": "JobSet", "value": "1e-3", "codes": [1, 2]}), end="")
         kind: JobSet
-        value: '1e-3'
+        value: "1e-3"
         codes: [1, 2]
     """
     import yaml
@@ -206,12 +206,8 @@ def to_yaml(document: Mapping[str, JSON]) -> str:
             return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        style = '"' if "'" in value else "'"
-        if not value.replace("\n", "").isprintable():
-            style = '"'  # Only double quotes escape control characters.
-        elif "\n" in value:
-            style = "|"
-        elif _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
+        style = "|" if "\n" in value else '"'  # The dumper quotes control characters.
+        if _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
             style = None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 

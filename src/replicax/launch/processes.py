@@ -97,12 +97,12 @@ class TaskProcess:
 class _Guard:
     """A process that kills the tasks when this process dies, even by SIGKILL.
 
-    Starting tasks write their ids to the file descriptor `announcements`. Finally
+    Starting tasks write their ids to the file descriptor `registrations`. Finally
     the guard deletes the tasks' temporary `folder`.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        read_end, self.announcements = os.pipe()
+        read_end, self.registrations = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [*_PYTHON, "guard", str(read_end), str(folder or "")],
@@ -113,7 +113,7 @@ class _Guard:
                 bufsize=0,
             )
         except BaseException:
-            os.close(self.announcements)
+            os.close(self.registrations)
             raise
         finally:
             os.close(read_end)
@@ -131,7 +131,7 @@ class _Guard:
         Tasks remain only after an exception during the start of a process.
         """
         if not self._pipe.closed:
-            os.close(self.announcements)
+            os.close(self.registrations)
             self._pipe.close()
         try:
             self._process.wait(_KILL_S)
@@ -203,18 +203,18 @@ class TaskProcesses:
 
     def _start(self, name: str) -> None:
         assert self._guard is not None
-        announcements = self._guard.announcements
+        registrations = self._guard.registrations
         cores = ",".join(map(str, self._cores.get(name, ())))
         process = subprocess.Popen(
             [
-                *(*_PYTHON, str(announcements), str(os.getpid()), cores),
+                *(*_PYTHON, str(registrations), str(os.getpid()), cores),
                 *self._commands[name],
             ],
             env=dict(self._environments[name]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=(announcements,),
+            pass_fds=(registrations,),
             start_new_session=True,
             bufsize=0,
         )
