@@ -204,10 +204,35 @@ def test_asynchronous_collectives(started: str) -> None:
     assert found["all-reduce"].groups == ()
 
 
+CHAIN = """HloModule m
+
+%start (p: f32[1]) -> (f32[1], f32[4]) {
+  %p = f32[1]{0} parameter(0)
+  %g = f32[4]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="0"}
+  ROOT %c = (f32[1]{0}, f32[4]{0}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%overlap (q: f32[1]) -> f32[4] {
+  %q = f32[1]{0} parameter(0)
+  ROOT %g = f32[4]{0} all-gather(%q), replica_groups={}, frontend_attributes={chain_id="0"}
+}
+
+ENTRY %main (x: f32[1]) -> f32[4] {
+  %x = f32[1]{0} parameter(0)
+  %s = (f32[1]{0}, f32[4]{0}) fusion(%x), kind=kCustom, calls=%start
+  ROOT %f = f32[4]{0} fusion(%x), kind=kCustom, calls=%overlap
+}
+"""  # noqa: E501
+
+
+def test_a_collective_in_several_fusions_of_a_tpu_counts_once() -> None:
+    gather = only(CHAIN)
+    assert (gather.kind, gather.count, gather.is_async) == ("all-gather", 1, True)
+
+
 @pytest.mark.parametrize(
     ("text", "groups"),
     [
-        ("replica_groups={{0,1},{2,3}}, x=1", ((0, 1), (2, 3))),
         ("replica_groups={}, x=1", ()),
         ("x=1", ()),
         ("replica_groups=[2,4]<=[8], x=1", ((0, 1, 2, 3), (4, 5, 6, 7))),
@@ -216,7 +241,6 @@ def test_asynchronous_collectives(started: str) -> None:
             "replica_groups=[2,4]<=[2,2,2]T(1,0,2)",
             ((0, 1, 4, 5), (2, 3, 6, 7)),
         ),
-        ("replica_groups=mesh['a'=1,'b'=4] {'b'}, x=1", ((0, 1, 2, 3),)),
         (
             "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}",
             ((0, 1), (2, 3), (4, 5), (6, 7)),

@@ -120,7 +120,7 @@ def test_a_custom_loop(topology: str) -> None:
         rx.PerReplica(struct(size, ROWS, CLASSES)),
     )
     plan = rx.plan(strategy, train_step, (batch,), topology=topology)
-    assert plan.program.endswith("train_step")
+    assert plan.program == "train_step"
     assert_known_answers(plan, topology)
     # A batch of the strategy's own stands for entries like those.
     own = jax.tree.map(lambda x: np.zeros((2, *x.shape[1:]), x.dtype), batch)
@@ -177,18 +177,12 @@ def test_several_steps_per_execution_count_for_one() -> None:
         assert total == pytest.approx(4 * NUM_WEIGHTS, rel=0.01)
 
 
-def test_a_plan_for_one_device() -> None:
+def test_a_plan_for_one_device_of_this_machine() -> None:
     strategy = rx.OneDeviceStrategy("cpu:0")
     batch = struct(ROWS, INPUTS), struct(ROWS, CLASSES)
     plan = rx.plan(strategy, make_model(strategy), batch, topology="cpu:8")
     assert (plan.num_devices, plan.num_replicas) == (1, 1)
     assert not plan.collectives
-
-
-def test_assumptions_of_measured_devices() -> None:
-    strategy = rx.OneDeviceStrategy("cpu:0")
-    batch = struct(ROWS, INPUTS), struct(ROWS, CLASSES)
-    plan = rx.plan(strategy, make_model(strategy), batch, topology="cpu:1")
     assert plan.assumptions[0].startswith("The rates measured here, ")
     assert not any("bfloat16" in text or "chip" in text for text in plan.assumptions)
 

@@ -1,6 +1,7 @@
 """`replicax plan`: estimates a script's training step on other hardware."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -83,18 +84,13 @@ def plan(
             raise typer.BadParameter(f"There is no folder for {str(file)!r}.")
     _require_matplotlib(figure)
     environment = _environment(topology)
-    command = [sys.executable, "-m", "replicax.planning", "--topology", topology]
-    command += ["--slices", str(slices)]
-    values = {
-        "--link-bandwidth": link_bandwidth,
-        "--network-bandwidth": network_bandwidth,
-        "--json": json_file,
-        "--figure": figure,
-    }
-    for name, value in values.items():
-        command += [] if value is None else [name, str(value)]
-    if module:
-        command.append("--module")
+    options = {k: x for k, x in context.params.items() if k != "arguments"}
+    command = [
+        sys.executable,
+        "-m",
+        "replicax.planning",
+        json.dumps(options, default=str),
+    ]
     # A process of its own: JAX reads its environment when it starts.
     ended = subprocess.run(
         [*command, script, *(arguments or [])],

@@ -57,7 +57,7 @@ class NoTrainingStepError(ValueError):
 
 
 class Capture:
-    """Receives a strategy's programs in place of the devices; keeps the training step.
+    """Receives the programs that a strategy would run, and keeps the training step.
 
     Args:
         topology: The devices to compile for.
@@ -88,10 +88,7 @@ class Capture:
         values: Sequence[PyTree],
         arrays: Sequence[PyTree],
     ) -> PyTree:
-        """Keep a program that trains; return zeros as the results of any other.
-
-        No program changes the variables.
-        """
+        """Keep a program that trains; for any other, return zeros as its results."""
         lowered = program.lower(_shapes(values), _shapes(arrays))
         if program.trains:
             self.receive(group, program.operation, lowered)
@@ -135,7 +132,7 @@ class Capture:
 
 
 def attention_of(topology: DeviceTopology) -> contextlib.AbstractContextManager[None]:
-    """For a topology of GPUs, let Keras choose attention as on these GPUs."""
+    """A context in which Keras chooses the attention kernel as on a topology's GPUs."""
     chip = topology.chip
     if isinstance(chip, Card):
         return attention_of_card(chip.compute_capability)
@@ -236,8 +233,9 @@ _CHANGED_BY_FIT = ("history", "stop_training", "train_function")
 
 
 def _short(name: str) -> str:
-    """Shorten a program's name, as `"run(train_step (line 12))"` to `"train_step"`."""
-    return re.sub(r"^\w+\((.*?)(?: \(line \d+\))?\)$", r"\1", name)
+    """Shorten a program's name, as `"run(f.<locals>.step (line 12))"` to `"step"`."""
+    name = re.sub(r"^\w+\((.*?)(?: \(line \d+\))?\)$", r"\1", name)
+    return name.rpartition("<locals>.")[2]
 
 
 def _shapes(values: Sequence[PyTree]) -> list[PyTree]:

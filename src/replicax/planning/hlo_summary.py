@@ -99,7 +99,7 @@ class ProgramSummary:
 
     Attributes:
         loop_flops: FLOPs of matrix products and convolutions in all loop iterations but
-            the first; XLA counts only the first.
+            the first; XLA's count has only the first.
         trip_counts: Number of iterations of each loop; None: not in the text.
         on_chip: Share of the bytes read and written that the compiler has placed in
             memory on the chip; 0 if the text has no placement.
@@ -130,7 +130,7 @@ def read_program(text: str) -> ProgramSummary:
             trip_counts.append(call.trips)
         for instruction in computation.values():
             collective = read_collective(instruction, call)
-            if collective is not None:
+            if collective and not _repeats(instruction, computation):
                 counts[collective] = counts.get(collective, 0) + call.times
             loop_flops += (call.times - 1) * product_flops(instruction, computation)
             if not call.is_fused and not call.is_async:
@@ -145,6 +145,17 @@ def read_program(text: str) -> ProgramSummary:
         loop_flops=loop_flops,
         trip_counts=tuple(trip_counts),
         on_chip=moved_on_chip / moved if moved else 0.0,
+    )
+
+
+def _repeats(instruction: Instruction, computation: Computation) -> bool:
+    """Whether a collective of a TPU program was counted where it starts.
+
+    The fusion that starts an asynchronous collective, those that overlap it and the one
+    that awaits it all contain the collective, with the same `chain_id`.
+    """
+    return "chain_id=" in instruction.attributes and not any(
+        '"AsyncCollectiveStart"' in other.attributes for other in computation.values()
     )
 
 
@@ -178,7 +189,9 @@ def read_collective(instruction: Instruction, call: Call) -> Collective | None:
         bytes=size,
         count=1,
         groups=groups,
-        is_async=call.is_async or starts_async(instruction),
+        is_async=call.is_async
+        or starts_async(instruction)
+        or "chain_id=" in instruction.attributes,
     )
 
 

@@ -106,7 +106,7 @@ class Plan:
     """The estimate of a training step on some hardware, from `rx.plan`.
 
     The step was compiled, not run. FLOPs, bytes and collectives are counts of the
-    compiled program; times come from a model (`replicax.planning.roofline`).
+    compiled program; times come from a roofline model (docs/plan.md).
 
     Attributes:
         program: Name of the step.

@@ -1,41 +1,8 @@
 """Roofline model: the time of a step that only the hardware's rates limit.
 
-The model for TPUs and for devices of this machine, with all of its assumptions:
-
-- A device's step takes the longer of computing (FLOPs by the peak of bfloat16, in which
-  TPUs multiply by default) and of moving data (the bytes that XLA counts, less the
-  share that the compiler keeps on the chip), plus the communication that nothing hides.
-- Collectives run at the bandwidth of the links, without latency. This is too optimistic
-  for payloads under about a megabyte.
-- In an all-reduce over n devices each device sends 2(n-1)/n of the payload (a ring of
-  reduce-scatter and all-gather); a reduce-scatter or all-gather sends half as much. All
-  dimensions of the grid are used at once: two links in a dimension that closes to a
-  ring, one link in an open dimension.
-- In an all-to-all each device sends (n-1)/n of the payload over the mean distance: for
-  each dimension of n chips, n/4 links in a ring and n/3 links in an open dimension. A
-  collective-permute sends its payload over one link.
-- Between s slices of n chips, each chip has 1/n of an all-reduce's payload. It sends
-  2(s-1)/s of this part over its share of its host's network. Nothing hides this time.
-- Asynchronous collectives hide behind the computation of the step, up to its duration.
-  The step waits for synchronous collectives.
-- The input arrives in time, and nothing is dispatched late.
-
-For GPUs, whose programs are scheduled (`replicax.planning.schedule`):
-
-- A step takes the sum of its kernels plus the communication during which no kernel
-  runs. A kernel takes 2.5 us plus the longer of computing and of memory traffic.
-  Kernels of described cards attain 80 % of the peak FLOP/s and 85 % of the peak
-  bandwidth, as on an H100; cards of this machine attain their measured rates. A
-  collective starts at its place in the schedule, after all earlier collectives. Only
-  the time for which the program waits for it is exposed.
-- Inside a host NCCL's collectives send as above, each card over all its links at once.
-  Over h hosts of n cards NCCL reduces in a hierarchy: within each host, and between the
-  cards at the same place of all hosts. Between hosts, each card has 1/n of the payload.
-  In an all-reduce it sends 2(h-1)/h of this part over its share of its host's network;
-  a reduce-scatter or all-gather sends half as much. The slower of both levels counts.
-
-Real steps take longer: no program runs at the peaks. Use the times to compare and to
-find the bottleneck, not as promises.
+`docs/plan.md` describes the model: the step takes the longer of computing and of moving
+data, plus the communication that nothing hides, at the peak rates without latency. A
+GPU's kernels are timed one by one, in `replicax.planning.schedule`.
 """
 
 import dataclasses
@@ -65,7 +32,7 @@ ASSUMPTIONS = (
     "Scaling: same batch per chip, same payload of collectives over all replicas.",
     "Input arrives in time.",
 )
-"""The assumptions of the time model for TPUs; the module's docstring has details."""
+"""The assumptions of the time model for TPUs; `docs/plan.md` has details."""
 
 ASSUMPTIONS_OF_GPUS = (
     "Kernels attain 80 % of peak FLOP/s, 85 % of peak bandwidth, and take 2.5 us more.",

@@ -173,7 +173,7 @@ def _simulate(
 
 def _parts(call: Call, computations: Mapping[str, Computation]) -> Iterator[Part]:
     computation = computations[call.computation]
-    start_of: dict[str, str] = {}  # From asynchronous instructions to their `-start`.
+    start_of: dict[str, str] = {}  # The `-start` of each asynchronous instruction.
     for instruction in computation.values():
         opcode = instruction.opcode
         if opcode.endswith(("-update", "-done")) and instruction.operands:

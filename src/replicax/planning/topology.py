@@ -78,7 +78,7 @@ class DeviceTopology:
         return len({self.chip.domain(self.devices[i]) for i in group})
 
     def num_domains(self, size: int) -> int:
-        """Number of domains that `size` devices would be in.
+        """Number of domains of a topology of this kind with `size` devices.
 
         TPUs are in one slice, unless this topology has several slices.
         """

@@ -50,14 +50,7 @@ class Work:
 def count_work(
     compiled: jax.stages.Compiled, summary: ProgramSummary, steps: int, rates: Rates
 ) -> Work:
-    """Count the FLOPs and bytes of one step of a program.
-
-    Args:
-        compiled: The program.
-        summary: The summary of the program's text.
-        steps: The number of steps in one run of the program.
-        rates: The rates of a device.
-    """
+    """Count the FLOPs and bytes of a step; the program runs `steps` steps at once."""
     is_loop_of_steps = steps > 1 and summary.trip_counts.count(steps) > 0
     costs = compiled.cost_analysis()
     if costs:
