@@ -250,12 +250,12 @@ def _in_phases(
     shape = (*before, *counts, *after)
     parts = []
     choices = [_parts(w, s) for w, s in zip(windows, spread, strict=True)]
-    for chosen in itertools.product(*choices):
-        phase = [window for _, window in chosen if window is not None]
-        if len(phase) < len(chosen):
+    for combination in itertools.product(*choices):
+        phase = [window for _, window in combination if window is not None]
+        if len(phase) < len(combination):
             parts.append(jnp.zeros(shape, dtype))
             continue
-        y = compute(tuple(taps for taps, _ in chosen), phase)
+        y = compute(tuple(taps for taps, _ in combination), phase)
         missing = [(0, n - m) for n, m in zip(shape, y.shape, strict=True)]
         parts.append(jnp.pad(y, missing))
     y = jnp.stack(parts).reshape(*spread, *shape)

@@ -69,24 +69,24 @@ def gradient(
     # [16, 64, 28, 28] with 3x3 and strides 2 takes 4.8, with bfloat16 17.
     wide = widened(operand.dtype)
     dy = source.astype(wide)
-    squares = _chosen(operand.astype(wide), windows, params["select_prim"])
+    squares = _squared_taps(operand.astype(wide), windows, params["select_prim"])
     # XLA adds gradients to +0, so that -0 becomes +0.
-    chosen = _stored_roots(jnp.where(dy == 0, 0, squares))
+    taps = _stored_roots(jnp.where(dy == 0, 0, squares))
     overlap = any(w.taps > w.stride for w in windows)
     # Windows over the innermost dimension, as of layers with channels first:
     # [64, 32, 26, 26] with 2x2 takes 41 by XLA, 7.9 by broadcasts, 2.7 by phases.
     by = _by_phases if overlap or windows[-1].stride > 1 else _by_broadcasts
-    return by(chosen, dy, windows).astype(operand.dtype)
+    return by(taps, dy, windows).astype(operand.dtype)
 
 
 def _taps(windows: Sequence[Window]) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(w.taps) for w in windows)))
 
 
-def _chosen(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
-    """Find each window's chosen tap; return the square of its number, from 1.
+def _squared_taps(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
+    """Choose a tap for each window; return the squares of their numbers, from 1.
 
-    In a window of padding only, the chosen tap is in the padding.
+    A window of padding only has a tap in the padding.
     """
     edges = [(w.low, w.high, 0) for w in windows]
     if any(itertools.chain(*edges)):
@@ -103,12 +103,12 @@ def _chosen(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
         if best is None:
             best = candidate
             continue
-        kept = _KEEPS[select](best, candidate)
+        keeps_best = _KEEPS[select](best, candidate)
         for dim in range(x.ndim):
             if (outside := _in_padding(windows, dim, tap[dim])) is not None:
-                kept = kept | outside
-        best = jnp.where(kept, best, candidate)
-        squares = jnp.where(kept, squares, float(number**2))
+                keeps_best = keeps_best | outside
+        best = jnp.where(keeps_best, best, candidate)
+        squares = jnp.where(keeps_best, squares, float(number**2))
     return squares
 
 
@@ -135,7 +135,7 @@ def _in_padding(windows: Sequence[Window], dim: int, tap: int) -> jax.Array | No
 
 
 def _by_broadcasts(
-    chosen: jax.Array, dy: jax.Array, windows: Sequence[Window]
+    taps: jax.Array, dy: jax.Array, windows: Sequence[Window]
 ) -> jax.Array:
     """Compute the gradient for disjoint windows: one loop, without sums.
 
@@ -152,16 +152,14 @@ def _by_broadcasts(
         of_windows += [w.outputs, 1] if is_split else [w.outputs]
         of_taps += [1, w.stride] if is_split else [1]
     dx = jnp.where(
-        chosen.reshape(of_windows) == numbers.reshape(of_taps),
+        taps.reshape(of_windows) == numbers.reshape(of_taps),
         dy.reshape(of_windows),
         jnp.zeros((), dy.dtype),
     )
     return _cut(dx.reshape([w.outputs * w.stride for w in windows]), windows)
 
 
-def _by_phases(
-    chosen: jax.Array, dy: jax.Array, windows: Sequence[Window]
-) -> jax.Array:
+def _by_phases(taps: jax.Array, dy: jax.Array, windows: Sequence[Window]) -> jax.Array:
     """Compute the gradient for overlapping windows: sums over an element's windows.
 
     Elements of the input that lie a stride apart, a phase, meet the same taps. The
@@ -176,9 +174,9 @@ def _by_phases(
         for reach, length, w in zip(reaches, lengths, windows, strict=True)
     ]
     # Without the barrier XLA would pad both arrays again for each phase.
-    chosen, dy = lax.optimization_barrier(
+    taps, dy = lax.optimization_barrier(
         (
-            lax.pad(chosen, jnp.zeros((), chosen.dtype), edges),
+            lax.pad(taps, jnp.zeros((), taps.dtype), edges),
             lax.pad(dy, jnp.zeros((), dy.dtype), edges),
         )
     )
@@ -190,7 +188,7 @@ def _by_phases(
         ]
         ends = [start + n for start, n in zip(starts, lengths, strict=True)]
         term = jnp.where(
-            lax.slice(chosen, starts, ends) == number, lax.slice(dy, starts, ends), 0
+            lax.slice(taps, starts, ends) == number, lax.slice(dy, starts, ends), 0
         )
         phase = tuple(t % w.stride for t, w in zip(tap, windows, strict=True))
         phases[phase] = phases[phase] + term if phase in phases else term
