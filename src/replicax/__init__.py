@@ -30,7 +30,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(_unknown(name))
     with _loading:
-        _begin_task()
+        _on_first_use()
         try:
             return _load(name)
         except ImportError as error:  # A private name of Keras that is gone.
@@ -43,8 +43,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _begin_task() -> None:
-    """Set the default strategy, and set up the reports that the launcher requests."""
+def _on_first_use() -> None:
+    """Set the default strategy, and start the reports that the launcher asks for."""
     global _is_used
     if _is_used:
         return

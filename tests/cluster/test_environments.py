@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,15 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
 
+def set_all(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize("case", ROWS)
 def test_the_right_cluster(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[case]
-    for name, value in row.variables.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, row.variables)
     environment, place = detect(None, CALLER)
     assert environment is not None
     assert environment.name == row.name
@@ -71,8 +76,7 @@ def test_the_right_cluster(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mpich_on_one_host_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in hydra(0, 1).items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, hydra(0, 1))
     _, place = detect(None, CALLER)
     assert place.coordinator == "localhost:61440"
 
@@ -179,8 +183,7 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_the_right_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variables, message = ERRORS[case]
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, variables)
     with pytest.raises(ClusterConfigError, match=f"(?s){message}"):
         rx.MultiWorkerMirroredStrategy()
     for make in (rx.FullyShardedStrategy, rx.ModelParallelStrategy):
@@ -216,8 +219,7 @@ def test_launchers_that_contradict_each_other(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variables, messages = CONTRADICTIONS[case]
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, variables)
     with pytest.raises(ClusterConfigError) as caught:
         rx.MultiWorkerMirroredStrategy()
     assert str(caught.value).startswith(
@@ -246,8 +248,7 @@ def test_the_file_of_sagemaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gpus_that_are_bound_already_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in torchrun(1, 1).items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, torchrun(1, 1))
     _, place = detect(None, CALLER)
     for visible, gpus in [("0,1", [1]), ("1", None), ("4,5,6,7", [1])]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -274,8 +275,7 @@ def test_no_launcher_is_alone() -> None:
 def test_a_tpu_of_one_host_is_not_alone_by_accident(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in named(1, SKY, 2, "10.0.0.1\n10.0.0.2").items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, named(1, SKY, 2, "10.0.0.1\n10.0.0.2"))
     message = (
         r"TPUStrategy: the TPU slice has one host.*skypilot has started 2 processes "
         r"\(SKYPILOT_NODE_RANK='1'.*TPUClusterResolver\('local'\)"

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -18,69 +17,37 @@ from replicax.testing import run
 DEADLINE_S = 100.0
 
 
-def my_address() -> str:
-    config = json.loads(os.environ["TF_CONFIG"])
-    return config["cluster"]["worker"][config["task"]["index"]]
-
-
-def other_address(output: str, name: str) -> str:
-    """The address that a message gives for a worker."""
-    return output.partition(f"{name} (")[2].partition(")")[0]
-
-
-def only_one_comes(who: int, startup_seconds: float) -> None:
-    """Worker `who` waits in vain; worker 0 cannot have its port, worker 1 exits."""
+def worker_0_waits_in_vain() -> None:
     waiting.EVERY_SECONDS = 1.0
-    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    if index == who:
-        rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=startup_seconds))
-    elif index == 0:
-        with socket.create_server(("", parse_address(my_address()).port)):
-            with pytest.raises(
-                ClusterConfigError, match="its port cannot be used"
-            ) as e:
-                rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=DEADLINE_S))
-            time.sleep(startup_seconds + 10)  # It accepts connections, but is silent.
-        assert my_address() in str(e.value)
-        assert "Another program, or another start of the same task" in str(e.value)
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+        rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=2.0))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(
-    ("who", "startup_seconds"),
-    [(0, 2.0), pytest.param(1, 5.0, marks=pytest.mark.slow)],
-)
-def test_a_worker_does_not_come(who: int, startup_seconds: float) -> None:
+def test_a_missing_worker_is_named_and_the_start_may_be_tried_again() -> None:
     results = run(
-        only_one_comes,
+        worker_0_waits_in_vain,
         num_workers=2,
-        args=(who, startup_seconds),
         deadline_seconds=DEADLINE_S,
         check=False,
     )
-    absent = f"worker:{1 - who}"
-    assert results[absent].exit_code == 0, results[absent].output
-    result = results[f"worker:{who}"]
+    assert results["worker:1"].exit_code == 0, results["worker:1"].output
+    result = results["worker:0"]
     assert result.exit_code == 138, result.output
-    address = other_address(result.output, absent)
+    address = result.output.partition("worker:1 (")[2].partition(")")[0]
     assert address.startswith("localhost:")
-    if who == 0:
-        assert f"ClusterError: {absent} ({address}) did not come to worker:0 (" in (
-            result.output
-        )
-        assert f"worker:0 has waited 1 s for {absent} ({address}); at most" in (
-            result.output
-        )
-    else:
-        message = f"ClusterError: worker:1: worker:0 ({address}) has not answered"
-        assert message in result.output
-    assert f"within {startup_seconds:.0f} s" in result.output
-    assert "rx.Timeouts(startup=...)" in result.output
-    assert "Exit code 138 (retryable)." in result.output
+    for text in (
+        f"ClusterError: worker:1 ({address}) did not come to worker:0 (",
+        f"worker:0 has waited 1 s for worker:1 ({address}); at most",
+        "within 2 s",
+        "rx.Timeouts(startup=...)",
+        "Exit code 138 (retryable).",
+    ):
+        assert text in result.output
     assert result.report is not None
     assert result.report.kind == "start-up"
-    assert f"{absent} ({address})" in result.report.message
+    assert f"worker:1 ({address})" in result.report.message
 
 
 def join_and_leave(words: list[str]) -> tuple[list[str], int]:

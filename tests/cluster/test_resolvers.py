@@ -1,12 +1,10 @@
 """Cluster resolvers: what each says of the cluster and of this process."""
 
 import json
-import os
 
 import jax
 import pytest
 
-from replicax import cluster_resolver
 from replicax.cluster.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -125,9 +123,3 @@ def test_a_resolver_of_the_users() -> None:
 
     assert Mine().master() == "c:1"
     assert repr(Mine()).startswith("Mine(ClusterSpec({'chief'")
-
-
-def test_public_names() -> None:
-    for name in cluster_resolver.__all__:
-        assert issubclass(getattr(cluster_resolver, name), ClusterResolver)
-    assert "TF_CONFIG" not in os.environ

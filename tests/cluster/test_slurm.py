@@ -136,11 +136,6 @@ def test_arguments_that_do_not_fit(
         SlurmClusterResolver(**arguments)
 
 
-def test_cyclic_is_block_with_one_task_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_step(monkeypatch, 1, "n[1-3]", "1(x3)", DISTRIBUTION="cyclic")
-    assert SlurmClusterResolver().master() == "n2:8888"
-
-
 @pytest.mark.parametrize(
     ("rank", "environment", "arguments", "visible", "count"),
     [
@@ -179,22 +174,6 @@ def test_gpus_are_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     SlurmClusterResolver()
     assert SlurmClusterResolver().num_accelerators() == {"GPU": 2}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("a", ["a"]),
-        ("a[1-3,07],b", ["a1", "a2", "a3", "a07", "b"]),
-        ("n[009-011]", ["n009", "n010", "n011"]),
-        ("n[1-2]-ib", ["n1-ib", "n2-ib"]),
-        ("r[0-1]n[8,9]", ["r0n8", "r0n9", "r1n8", "r1n9"]),
-        ("[1-2]", ["1", "2"]),
-        ("b,a[2-3],b2", ["b", "a2", "a3", "b2"]),
-    ],
-)
-def test_host_lists(text: str, hosts: list[str]) -> None:
-    assert expand_hostlist(text) == hosts
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def fit(*epochs, number=1, counts_own=False, facts=None, **fields):
 
 def page(*fits, **names):
     workers = [WorkerRecord(name="worker:0", fits=list(fits))]
-    return page_of(Run(workers=workers, missing=names.get("missing", [])), now=61.0)
+    return page_of(Run(workers=workers, missing=names.get("missing", [])))
 
 
 def test_names_are_escaped() -> None:
@@ -87,7 +87,7 @@ def test_names_are_escaped() -> None:
         shares={"input": 0.5, HOSTILE: 0.5},
     )
     workers = [WorkerRecord(name=HOSTILE, fits=[hostile])]
-    text = page_of(Run(workers=workers, missing=[HOSTILE]), now=61.0)
+    text = page_of(Run(workers=workers, missing=[HOSTILE]))
     tags = Parsed(text).tags
     assert not {"script", "img", "a", "link", "iframe", "base"} & {t for t, _ in tags}
     assert not [a for _, attrs in tags for a in attrs if a.startswith("on")]

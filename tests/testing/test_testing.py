@@ -288,10 +288,10 @@ def test_arguments_of_scripts_are_strings(tmp_path: Path) -> None:
 
 def test_an_argument_that_cannot_travel() -> None:
     lock = threading.Lock()
-    match = r"Cluster: args\[1\]=<.*lock.*cannot be pickled.*Pass numbers"
+    match = r"Cluster: args=\[1, <.*lock.*cannot be pickled.*lock.*Pass numbers"
     with pytest.raises(TypeError, match=match):
         Cluster(platform.node, num_workers=1, args=[1, lock])
-    with pytest.raises(TypeError, match=r"Cluster: kwargs\['f'\]=<function.*lambda"):
+    with pytest.raises(TypeError, match=r"Cluster: .*kwargs={'f': <function.*lambda"):
         Cluster(platform.node, num_workers=1, kwargs={"f": lambda: 1, "n": 2})
 
 

@@ -57,7 +57,7 @@ ENVIRONMENTS: dict[str, ClusterEnvironment] = {
         variables.InitializedJax(),
     )
 }
-"""All launchers by name; a launcher comes before launchers that may start it."""
+"""All launchers by name, inner ones first: Slurm may start torchrun."""
 
 
 class RunningCluster(KnownCluster):
@@ -127,7 +127,7 @@ def detect(
 def _read_all() -> tuple[
     list[tuple[ClusterEnvironment, Membership]], list[IncompleteError]
 ]:
-    """Return complete launchers, and the errors of incomplete ones before the first."""
+    """Return complete launchers, and errors of incomplete ones before the first."""
     complete: list[tuple[ClusterEnvironment, Membership]] = []
     incomplete: list[IncompleteError] = []
     for environment in ENVIRONMENTS.values():

@@ -18,7 +18,7 @@ from replicax.cluster.store import Store
 __all__ = ["Difference", "DispatchLog", "LogTail", "Operation", "OrderCheck"]
 
 _SIZE = 1 << 15
-"""Number of operations that the log keeps: more than those of the last seconds."""
+"""Number of operations that the log keeps: those of several heartbeats at least."""
 _LOGS = "replicax/order"
 _WAIT_SECONDS = 3.0
 """Time limit of the wait for the other workers' logs: a worker may be lost."""

@@ -5,10 +5,10 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -37,41 +37,6 @@ class Recommendation:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class DeviceGroup:
-    """Equal devices of this process; their memory may be unknown."""
-
-    platform: str
-    kind: str
-    memory_limit_bytes: int | None
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlaceInCluster:
-    """The contents of TF_CONFIG: the cluster, and this process' task in it."""
-
-    cluster: Mapping[str, list[str] | dict[int, str]]
-    fingerprint: str
-    task_type: str | None
-    task_index: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SystemInfo:
-    """The output of `replicax info --json`."""
-
-    versions: dict[str, str]
-    environment: dict[str, str]
-    backend: str | None
-    devices: list[DeviceGroup]
-    num_cores: int | None
-    tf_config: PlaceInCluster | None
-    recommendation: Recommendation | None
-    warnings: list[str]
-    errors: list[str]
-
-
 def info(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object.")
@@ -85,43 +50,44 @@ def info(
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     system = _system_info()
     if as_json:
-        typer.echo(json.dumps(asdict(system), indent=2))
+        typer.echo(json.dumps(system, indent=2))
     else:
         _print(system)
-    if system.errors:
+    if system["errors"]:
         raise typer.Exit(code=1)
 
 
-def _system_info() -> SystemInfo:
+def _system_info() -> dict[str, Any]:
+    """Collect the object that `--json` prints."""
     errors: list[str] = []
     config = _tf_config(errors)
     devices = _local_devices(errors)
     # With an unreadable TF_CONFIG the cluster is unknown: recommend nothing.
     recommendation = None
     if not errors:
-        recommendation = fitting_strategy([d.platform for d in devices], config)
-    return SystemInfo(
-        versions={
+        platforms = [device.platform for device in devices]
+        recommendation = asdict(fitting_strategy(platforms, config))
+    return {
+        "versions": {
             "replicax": __version__,
             **{name: _version_of(name) for name in _PACKAGES},
             "python": platform.python_version(),
         },
-        environment={name: os.environ.get(name, "") for name in _VARIABLES},
-        backend=devices[0].platform if devices else None,
-        devices=_device_groups(devices),
-        num_cores=os.cpu_count(),
-        tf_config=None
-        if config is None
-        else PlaceInCluster(
-            cluster=config.cluster.as_dict(),
-            fingerprint=config.cluster.fingerprint,
-            task_type=config.task_type,
-            task_index=config.task_id,
-        ),
-        recommendation=recommendation,
-        warnings=_pool_warnings(devices),
-        errors=errors,
-    )
+        "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+        "backend": devices[0].platform if devices else None,
+        "devices": _device_groups(devices),
+        "num_cores": os.cpu_count(),
+        "tf_config": config
+        and {
+            "cluster": config.cluster.as_dict(),
+            "fingerprint": config.cluster.fingerprint,
+            "task_type": config.task_type,
+            "task_index": config.task_id,
+        },
+        "recommendation": recommendation,
+        "warnings": _pool_warnings(devices),
+        "errors": errors,
+    }
 
 
 def _tf_config(errors: list[str]) -> TaskConfig | None:
@@ -155,13 +121,17 @@ def _local_devices(errors: list[str]) -> "Sequence[Device]":
         return ()
 
 
-def _device_groups(devices: "Sequence[Device]") -> list[DeviceGroup]:
+def _device_groups(devices: "Sequence[Device]") -> list[dict[str, Any]]:
     # A CPU device has no statistics.
     groups = Counter(
         (d.platform, d.device_kind, (d.memory_stats() or {}).get("bytes_limit"))
         for d in devices
     )
-    return [DeviceGroup(*key, count) for key, count in groups.items()]
+    names = ("platform", "kind", "memory_limit_bytes")
+    return [
+        {**dict(zip(names, key, strict=True)), "count": count}
+        for key, count in groups.items()
+    ]
 
 
 def _pool_warnings(devices: "Sequence[Device]") -> list[str]:
@@ -175,7 +145,7 @@ def _pool_warnings(devices: "Sequence[Device]") -> list[str]:
     return []
 
 
-def _print(system: SystemInfo) -> None:
+def _print(system: dict[str, Any]) -> None:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -183,42 +153,41 @@ def _print(system: SystemInfo) -> None:
     def add(name: str, value: object, style: str = "") -> None:
         rows.add_row(name, Text(str(value), style=style))  # Text: brackets stay as is.
 
-    add("versions", ", ".join(f"{k} {v}" for k, v in system.versions.items()))
-    add("backend", f"JAX on {system.backend or 'nothing'}")
-    for group in system.devices:
+    add("versions", ", ".join(f"{k} {v}" for k, v in system["versions"].items()))
+    add("backend", f"JAX on {system['backend'] or 'nothing'}")
+    for group in system["devices"]:
         add("devices", _describe_group(group))
-    keras_backend, nproc, text = system.environment.values()
-    add("CPU", f"{system.num_cores} cores, NPROC {nproc or 'not set'}")
+    keras_backend, nproc, text = system["environment"].values()
+    add("CPU", f"{system['num_cores']} cores, NPROC {nproc or 'not set'}")
     add("KERAS_BACKEND", keras_backend or "not set")
-    add("TF_CONFIG", _describe_config(system.tf_config, text))
-    if choice := system.recommendation:
-        add("fits here", choice.strategy, "bold green")
-        for line in (choice.reason, *choice.notes):
+    add("TF_CONFIG", _describe_config(system["tf_config"], text))
+    if choice := system["recommendation"]:
+        add("fits here", choice["strategy"], "bold green")
+        for line in (choice["reason"], *choice["notes"]):
             add("", line)
-    for warning in system.warnings:
+    for warning in system["warnings"]:
         add("warning", warning, "yellow")
-    for error in system.errors:
+    for error in system["errors"]:
         add("error", error, "red")
     Console().print(rows)
 
 
-def _describe_group(group: DeviceGroup) -> str:
-    text = f"{group.count} x {group.platform} ({group.kind})"
-    if group.memory_limit_bytes is None:
-        return text
-    return f"{text}, {group.memory_limit_bytes / 2**30:.1f} GiB each for JAX"
+def _describe_group(group: dict[str, Any]) -> str:
+    text = f"{group['count']} x {group['platform']} ({group['kind']})"
+    memory = group["memory_limit_bytes"]
+    return text if memory is None else f"{text}, {memory / 2**30:.1f} GiB each for JAX"
 
 
-def _describe_config(config: PlaceInCluster | None, text: str) -> str:
+def _describe_config(config: dict[str, Any] | None, text: str) -> str:
     if config is None:
         short = text if len(text) <= 500 else f"{text[:500]}..."
         return f"malformed: {short}" if text.strip() else "not set (one machine)"
-    jobs = ", ".join(f"{len(tasks)} {job}" for job, tasks in config.cluster.items())
-    if config.task_type is None:
+    jobs = ", ".join(f"{len(tasks)} {job}" for job, tasks in config["cluster"].items())
+    if config["task_type"] is None:
         return f"cluster: {jobs or 'empty'}"
     # Equal on all machines of a cluster: people compare it by eye.
-    cluster = f"cluster {config.fingerprint}: {jobs or 'empty'}"
-    return f"{cluster}; this process: {config.task_type} {config.task_index}"
+    cluster = f"cluster {config['fingerprint']}: {jobs or 'empty'}"
+    return f"{cluster}; this process: {config['task_type']} {config['task_index']}"
 
 
 def fitting_strategy(

@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import jinja2
 
@@ -46,10 +46,9 @@ _WORKER_COLUMNS = [
 ]
 
 
-def page_of(run: Run, *, now: float | None = None) -> str:
+def page_of(run: Run) -> str:
     """Render a report as one HTML page, which reloads itself while the run lasts."""
-    now = time.time() if now is None else now
-    return rendered("page.html", **_values(run, now), reload_s=_RELOAD_S)
+    return rendered("page.html", **_values(run), reload_s=_RELOAD_S)
 
 
 def rendered(template: str, **values: object) -> str:
@@ -72,7 +71,7 @@ def _templates() -> jinja2.Environment:
     )
 
 
-def _values(run: Run, now: float) -> dict[str, object]:
+def _values(run: Run) -> dict[str, object]:
     """Compute the template's values by name."""
     chief = run.chief
     fit = chief.fits[-1]
@@ -81,7 +80,7 @@ def _values(run: Run, now: float) -> dict[str, object]:
     return {
         "title": f"Training report: {facts.get('model') or facts.get('script')}",
         "state": fit.end.state,
-        "began": _began(chief, now),
+        "began": _began(chief),
         "problems": _problems(run),
         "num_fits": len(chief.fits),
         "diagnosis": fit.end.diagnosis,
@@ -97,21 +96,15 @@ def _values(run: Run, now: float) -> dict[str, object]:
         "configuration": {
             name.replace("_", " "): _text(value) for name, value in facts.items()
         },
-        "written": _date(now),
+        "written": _date(time.time()),
     }
 
 
-def _began(chief: WorkerRecord, now: float) -> str:
-    fit = chief.fits[-1]
-    began = chief.fits[0].begin.time
-    text = f"Began {_date(began)}, "
-    if fit.end.state == "running":
-        text += f"last event {_duration(now - fit.last)} before this page was written."
-    else:
-        text += f"ended {_date(fit.last)}, after {_duration(fit.last - began)}."
-    if len(chief.fits) > 1:
-        text += f" {len(chief.fits)} trainings."
-    return text
+def _began(chief: WorkerRecord) -> str:
+    fit, began = chief.fits[-1], chief.fits[0].begin.time
+    last = "last event" if fit.end.state == "running" else "ended"
+    trainings = f" {len(chief.fits)} trainings." if len(chief.fits) > 1 else ""
+    return f"Began {_date(began)}, {last} {_date(fit.last)}.{trainings}"
 
 
 def _problems(run: Run) -> list[tuple[str, str]]:
@@ -199,9 +192,3 @@ def _text(value: object) -> str:
 
 def _date(when: float) -> str:
     return datetime.fromtimestamp(when).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-
-
-def _duration(duration_s: float) -> str:
-    if duration_s < 60:
-        return f"{max(0.0, duration_s):.1f} s"
-    return str(timedelta(seconds=round(duration_s)))  # Such as 1:02:03.

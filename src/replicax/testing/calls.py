@@ -69,28 +69,14 @@ def call_of(
 
 
 def _pickled(args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
-    """Pickle the arguments; an error names those that cannot be pickled."""
     try:
         return pickle.dumps((tuple(args), dict(kwargs)))
     except Exception as error:  # The class of an argument may raise any exception.
-        named = {f"args[{i}]": value for i, value in enumerate(args)}
-        named |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
-        wrong = [
-            f"{n}={value!r}" for n, value in named.items() if not _is_picklable(value)
-        ]
         raise TypeError(
-            f"Cluster: {', '.join(wrong) or 'an argument'} cannot be pickled for the "
-            f"tasks: {error}. Pass numbers, strings, NumPy arrays, and lists, tuples "
-            "or dicts of them; make everything else in the function."
+            f"Cluster: {args=}, {kwargs=} cannot be pickled for the tasks: {error}. "
+            "Pass numbers, strings, NumPy arrays, and lists, tuples or dicts of them; "
+            "make everything else in the function."
         ) from error
-
-
-def _is_picklable(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - the error of all arguments is raised
-        return False
-    return True
 
 
 def _module_and_name(function: Callable[..., object]) -> tuple[str, str]:

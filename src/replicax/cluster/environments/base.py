@@ -38,7 +38,7 @@ class Membership:
 
 
 class IncompleteError(ClusterConfigError):
-    """A launcher's variables are incomplete; they say `count` processes, 0: unknown."""
+    """A launcher's variables are incomplete; `count` processes, 0: unknown."""
 
     def __init__(self, problem: str, count: int = 0) -> None:
         super().__init__(f"{problem} {ALONE}", problem)
@@ -60,7 +60,7 @@ class ClusterEnvironment(ABC):
         port: Name of the variable with the coordinator's port; empty: `host` has both.
         local: Names of the variables with the index and the number of processes on
             this machine; the first pair that is set counts.
-        replaces: Launchers whose variables describe this launcher's daemons.
+        replaces: Outer launchers, whose variables count this launcher's daemons.
     """
 
     name: ClassVar[str]
