@@ -204,6 +204,44 @@ def test_asynchronous_collectives(started: str) -> None:
     assert found["all-reduce"].groups == ()
 
 
+WINDOWED = """HloModule m
+
+%more (s: (u32[], bf16[32,128,768,1], bf16[32,128,2,192])) -> pred[] {
+  %s = (u32[], bf16[32,128,768,1]{3,2,1,0}, bf16[32,128,2,192]{3,2,1,0}) parameter(0)
+  %i = u32[] get-tuple-element(%s), index=0
+  %n = u32[] constant(8)
+  ROOT %p = pred[] compare(%i, %n), direction=LT
+}
+
+%body (s: (u32[], bf16[32,128,768,1], bf16[32,128,2,192])) -> (u32[], bf16[32,128,768,1], bf16[32,128,2,192]) {
+  %s = (u32[], bf16[32,128,768,1]{3,2,1,0}, bf16[32,128,2,192]{3,2,1,0}) parameter(0)
+  %i = u32[] get-tuple-element(%s), index=0
+  %two = u32[] constant(2)
+  %next = u32[] add(%i, %two)
+  %x = bf16[32,128,768,1]{3,2,1,0} get-tuple-element(%s), index=1
+  %y = bf16[32,128,2,192]{3,2,1,0} get-tuple-element(%s), index=2
+  %z = f32[768,2,192,1]{3,2,1,0} convolution(%x, %y), window={size=2x32 pad=1_1x0_0 rhs_reversal=1x0}, dim_labels=1fb0_1i0o->b0f1
+  ROOT %t = (u32[], bf16[32,128,768,1]{3,2,1,0}, bf16[32,128,2,192]{3,2,1,0}) tuple(%next, %x, %y)
+}
+
+ENTRY %main (x: bf16[32,128,768,1], y: bf16[32,128,2,192]) -> (u32[], bf16[32,128,768,1], bf16[32,128,2,192]) {
+  %x = bf16[32,128,768,1]{3,2,1,0} parameter(0)
+  %y = bf16[32,128,2,192]{3,2,1,0} parameter(1)
+  %zero = u32[] constant(0)
+  %s = (u32[], bf16[32,128,768,1]{3,2,1,0}, bf16[32,128,2,192]{3,2,1,0}) tuple(%zero, %x, %y)
+  ROOT %w = (u32[], bf16[32,128,768,1]{3,2,1,0}, bf16[32,128,2,192]{3,2,1,0}) while(%s), condition=%more, body=%body
+}
+"""  # noqa: E501
+
+
+def test_a_windowed_loop_of_a_tpu() -> None:
+    """The counter goes up by two, and half of the convolution meets padding."""
+    contents = read_program(WINDOWED)
+    assert contents.trip_counts == (4,)
+    product = 2 * (32 * 128) * 768 * (2 * 192)
+    assert contents.loop_flops == 3 * product
+
+
 CHAIN = """HloModule m
 
 %start (p: f32[1]) -> (f32[1], f32[4]) {

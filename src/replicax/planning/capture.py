@@ -38,7 +38,6 @@ from replicax.strategies.strategy import Strategy
 __all__ = [
     "Capture",
     "NoTrainingStepError",
-    "attention_of",
     "capture_call",
     "capture_fit",
     "capture_script",
@@ -119,7 +118,7 @@ class Capture:
         """Stop the block at its training step; without one, raise with `why_not`."""
         try:
             with (
-                attention_of(self._topology),
+                _attention_of(self._topology),
                 dry_running(self),
                 contextlib.suppress(_Captured),
             ):
@@ -131,7 +130,7 @@ class Capture:
             raise NoTrainingStepError(f"plan: {why_not}")
 
 
-def attention_of(topology: DeviceTopology) -> contextlib.AbstractContextManager[None]:
+def _attention_of(topology: DeviceTopology) -> contextlib.AbstractContextManager[None]:
     """A context in which Keras chooses the attention kernel as on a topology's GPUs."""
     chip = topology.chip
     if isinstance(chip, Card):

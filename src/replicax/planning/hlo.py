@@ -23,13 +23,11 @@ __all__ = [
     "calls_of",
     "elements",
     "num_bytes",
-    "on_chip_bytes",
     "parse",
     "replica_groups",
     "slice_groups",
     "source_target_groups",
     "split_shape",
-    "starts_async",
 ]
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
@@ -136,16 +134,6 @@ def calls(computations: Mapping[str, Computation], entry: str) -> Iterator[Call]
             waiting += calls_of(instruction, call, computations)
 
 
-def starts_async(instruction: Instruction) -> bool:
-    """Whether an instruction starts work that overlaps the next instructions."""
-    if instruction.opcode.endswith("-start"):
-        return True
-    # TPU programs fuse a collective with a computation that overlaps it.
-    return instruction.opcode == "fusion" and bool(
-        re.search(r"calls=%async[_\-]collective", instruction.attributes)
-    )
-
-
 def _instruction(line: str) -> Instruction | None:
     match = _NAME.match(line)
     if match is None:
@@ -185,6 +173,7 @@ def calls_of(
                 instruction,
                 computations[call.computation],
                 computations.get(name_by_role.get("condition", ""), {}),
+                computations[name],
             )
         yield Call(
             computation=name,
@@ -192,17 +181,20 @@ def calls_of(
             times=call.times * (1 if trips is None else trips),
             trips=trips,
             is_loop=role == "body",
-            is_async=call.is_async or starts_async(instruction),
+            is_async=call.is_async or instruction.opcode.endswith("-start"),
             is_fused=call.is_fused or instruction.opcode == "fusion",
         )
 
 
 def _trip_count(
-    loop: Instruction, enclosing: Computation, condition: Computation
+    loop: Instruction,
+    enclosing: Computation,
+    condition: Computation,
+    body: Computation,
 ) -> int | None:
     if trip_count := _TRIP_COUNT.search(loop.attributes):
         return int(trip_count[1])
-    # JAX's loops count up by one while `counter < bound`.
+    # The loops of JAX and of the TPU compiler count up while `counter < bound`.
     root = next((i for i in condition.values() if i.is_root), None)
     if root is None or root.opcode != "compare" or "=LT" not in root.attributes:
         return None
@@ -213,7 +205,19 @@ def _trip_count(
         return None
     first = _constant(state.operands[int(index[1])], enclosing)
     stop = _constant(bound.name, condition)
-    return None if first is None or stop is None else max(stop - first, 0)
+    if first is None or stop is None:
+        return None
+    return max(math.ceil((stop - first) / _step(body, int(index[1]))), 0)
+
+
+def _step(body: Computation, index: int) -> int:
+    """The number that a loop's body adds to the counter at `index`; 1 if unknown."""
+    root = next(i for i in body.values() if i.is_root)
+    counter = body.get(root.operands[index]) if root.opcode == "tuple" else None
+    if counter is None or counter.opcode != "add":
+        return 1
+    steps = (_constant(name, body) for name in counter.operands)
+    return next((step for step in steps if step), 1)
 
 
 def _constant(name: str, computation: Computation) -> int | None:
@@ -236,24 +240,19 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(dtype, _dims(dims)) for dtype, dims, _ in _ARRAY.findall(shape)]
 
 
-def num_bytes(shape: str) -> int:
-    """Bytes of all arrays in a shape, without padding.
+def num_bytes(shape: str, layout: str = "") -> int:
+    """Bytes of the arrays in a shape whose layout contains `layout`, without padding.
 
     Example:
         >>> num_bytes("(bf16[8,4]{1,0}, s4[3], pred[])")
         67
+        >>> num_bytes("(f32[8]{0:T(128)S(1)}, f32[4]{0})", "S(1)")
+        32
     """
     return sum(
-        _array_bytes(dtype, _dims(dims)) for dtype, dims, _ in _ARRAY.findall(shape)
-    )
-
-
-def on_chip_bytes(shape: str) -> int:
-    """Bytes of the arrays in a shape that are in memory on the chip: layout `S(1)`."""
-    return sum(
         _array_bytes(dtype, _dims(dims))
-        for dtype, dims, layout in _ARRAY.findall(shape)
-        if "S(1)" in layout
+        for dtype, dims, text in _ARRAY.findall(shape)
+        if layout in text
     )
 
 

@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from replicax.planning.hlo import (
     Call,
     Computation,
@@ -18,12 +20,10 @@ from replicax.planning.hlo import (
     calls,
     elements,
     num_bytes,
-    on_chip_bytes,
     parse,
     replica_groups,
     slice_groups,
     source_target_groups,
-    starts_async,
 )
 
 __all__ = [
@@ -190,13 +190,13 @@ def read_collective(instruction: Instruction, call: Call) -> Collective | None:
         count=1,
         groups=groups,
         is_async=call.is_async
-        or starts_async(instruction)
+        or instruction.opcode.endswith("-start")
         or "chain_id=" in instruction.attributes,
     )
 
 
 def _between_slices(instruction: Instruction, kind: str) -> Collective:
-    """Read a host's send on behalf of its chips as one collective between slices."""
+    """Read a host's send for its chips as one collective between slices."""
     shape = elements(instruction.shape)[0]
     return Collective(
         kind=kind,
@@ -214,7 +214,8 @@ def _traffic(instruction: Instruction, computation: Computation) -> tuple[int, i
         return 0, 0
     read = [computation[n].shape for n in instruction.operands if n in computation]
     shapes = [instruction.shape, *read]
-    return sum(map(num_bytes, shapes)), sum(map(on_chip_bytes, shapes))
+    on_chip = sum(num_bytes(shape, "S(1)") for shape in shapes)
+    return sum(map(num_bytes, shapes)), on_chip
 
 
 def product_flops(instruction: Instruction, computation: Computation) -> float:
@@ -229,7 +230,36 @@ def product_flops(instruction: Instruction, computation: Computation) -> float:
         match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
         summed = [int(i) for i in match[1].split(",") if i] if match else []
         return 2.0 * math.prod(results) * math.prod(left[i] for i in summed)
-    return _convolution_flops(instruction, results, right)
+    met = _met_share(instruction, left)
+    return met * _convolution_flops(instruction, results, right)
+
+
+def _met_share(instruction: Instruction, inputs: Sequence[int]) -> float:
+    """Share of a convolution's products that are not with padding or dilation's zeros.
+
+    The TPU compiler writes products of matrices as convolutions with large padding.
+    """
+    window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
+    labels = re.search(r"dim_labels=(\w+)_", instruction.attributes)
+    if window is None or labels is None:
+        return 1.0
+    fields = {
+        name: values.split("x")
+        for name, _, values in (word.partition("=") for word in window[1].split())
+    }
+    share, ones = 1.0, ["1"] * len(fields["size"])
+    for i, taps in enumerate(map(int, fields["size"])):
+        low, high = map(int, fields.get("pad", ["0_0"] * len(ones))[i].split("_"))
+        stride, spread, apart = (
+            int(fields.get(name, ones)[i])
+            for name in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        end = (inputs[labels[1].index(str(i))] - 1) * spread + 1
+        num_outputs = (end + low + high - (taps - 1) * apart - 1) // stride + 1
+        starts = np.arange(num_outputs) * stride - low
+        at = np.add.outer(starts, np.arange(taps) * apart)
+        share *= float(np.mean((at >= 0) & (at < end) & (at % spread == 0)))
+    return share
 
 
 def _library_flops(instruction: Instruction, computation: Computation) -> float:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from replicax._util.units import binary_bytes, decimal, seconds
 from replicax.planning.rates import Rates
-from replicax.planning.roofline import ASSUMPTIONS, StepTime
+from replicax.planning.roofline import StepTime
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,7 +150,7 @@ class Plan:
     limit: str
     advice: str
     notes: tuple[str, ...]
-    assumptions: tuple[str, ...] = ASSUMPTIONS
+    assumptions: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
         """Convert the plan to JSON values, with the version of the format."""
