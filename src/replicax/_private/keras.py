@@ -241,6 +241,11 @@ def has_value(variable: Any) -> bool:
     return variable._value is not None
 
 
+def stored_value(variable: Any) -> Any:
+    """Return a variable's array, also inside a scope."""
+    return variable._value
+
+
 def set_value(variable: Any, value: Any) -> None:
     """Assign a value, or make it the initial value of a variable made in a trace."""
     if current_scope() is not None and not has_value(variable):

@@ -9,6 +9,7 @@ backward pass.
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.typing import ArrayLike
 
+from replicax._private.jax import equation_of
 from replicax._util.types import PyTree
 from replicax.engine.jaxprs import Atom
 from replicax.engine.replica_axis import ReplicaAxis
@@ -28,6 +30,7 @@ __all__ = [
     "cut",
     "gathered_here",
     "primal_of",
+    "regathered",
     "regathering",
     "replicas_hold_blocks",
 ]
@@ -185,6 +188,39 @@ def gathered_here(
         x if block is None else _gathered(x, block.data, block.dim, blocked.axis.name)
         for x, block in zip(values, blocks, strict=True)
     ]
+
+
+def regathered(targets: Sequence[jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """A function that gathers the saved arrays of a forward pass again.
+
+    It leaves an array as it is unless that is a gathered weight, or cheaply computed
+    from gathered weights. The gathers wait for `targets`, the forward pass's results.
+    """
+    again: dict[int, tuple[jax.Array, jax.Array]] = {}
+    if not replicas_hold_blocks():
+        return lambda array: array
+    blocked = required_context().blocked
+
+    def gathered(array: jax.Array) -> jax.Array:
+        if id(array) not in again:
+            again[id(array)] = array, computed(array)
+        return again[id(array)][1]
+
+    def computed(array: jax.Array) -> jax.Array:
+        block, equation = blocked.block_of(array), equation_of(array)
+        if block is not None:
+            # Else XLA would merge it with the gather of the forward pass.
+            data, _ = lax.optimization_barrier((block.data, targets))
+            name = blocked.axis.name
+            return lax.all_gather(data, name, axis=block.dim, tiled=True)
+        if equation is None or equation.primitive.name not in _RECOMPUTED:
+            return array
+        inputs = list(map(gathered, equation.in_tracers))
+        if all(map(operator.is_, inputs, equation.in_tracers)):
+            return array
+        return equation.primitive.bind(*inputs, **equation.params)
+
+    return gathered
 
 
 def primal_of(value: jax.Array) -> jax.Array:

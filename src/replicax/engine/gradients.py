@@ -1,5 +1,6 @@
 """Gradients for Keras variables: `value_and_grad` and `GradientTape`."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -7,28 +8,14 @@ import jax.core
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.extend import core as jex_core
 from jax.typing import ArrayLike
 
 from replicax._private.keras import attach_masks, current_scope, masks_of
 from replicax._util.types import PyTree
 from replicax.engine.blocks import gathered_here, regathering
-from replicax.engine.checks.divergence import gradient_marks
-from replicax.engine.checks.retrace import require_same_trace, require_same_values
-from replicax.engine.replay import (
-    Perturbation,
-    ReplayEnd,
-    Source,
-    StepTrace,
-    current_trace,
-    rebind,
-)
-from replicax.engine.variables import (
-    ChildScope,
-    ValueScope,
-    Variable,
-    checked_variables,
-)
+from replicax.engine.step_trace import current_trace
+from replicax.engine.tape import StepTape
+from replicax.engine.variables import ChildScope, Variable, checked_variables
 from replicax.errors import ContextError
 
 __all__ = ["GradientTape", "clip_by_global_norm", "value_and_grad"]
@@ -103,9 +90,8 @@ class GradientTape:
     """Differentiate the operations of a step function inside `with`, as TF scripts do.
 
     Works inside a function that `strategy.run` or `fit` runs, such as a `train_step`.
-    `gradient` traces the function again, so the function's Python side effects are
-    repeated and must not change the results. Enter the tape at the function's own
-    level, not inside a `jax.lax.scan` or `cond`. (TF: `tf.GradientTape`.)
+    The tape records the operations as they run, so each runs once. (TF:
+    `tf.GradientTape`.)
 
     Args:
         persistent: Whether `gradient` may be called more than once.
@@ -135,31 +121,17 @@ class GradientTape:
             )
         self._persistent = persistent
         self._used = False
-        self._trace: StepTrace | None = None
-        self._index = -1  # Among the tapes of the trace.
-        self._watched: list[jax.Array] = []
-        # Variables with their original and their perturbed values.
-        self._perturbed: list[tuple[Variable, jax.Array, jax.Array]] = []
+        self._tape: StepTape | None = None
+        self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> "GradientTape":
-        self._trace = current_trace("GradientTape")
-        self._index = next(self._trace.tapes)
-        self._trace.recording.add(self._index)
-        self._watched = []
-        for perturbation in self._perturbations(self._trace):
-            self._perturb_variables(self._trace, perturbation)
+        self._tape = StepTape(current_trace("GradientTape"))
+        self._opened.enter_context(self._tape.opened())
+        self._used = False
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        trace = self._trace
-        if trace is None:
-            return
-        trace.recording.discard(self._index)
-        for variable, original, perturbed in reversed(self._perturbed):
-            # A value that the step assigned in between stays.
-            if trace.scope.state_mapping.get(id(variable)) is perturbed:
-                trace.scope.state_mapping[id(variable)] = original
-        self._perturbed = []
+        self._opened.close()
 
     def watch(self, tensor: PyTree) -> None:
         """Allow arrays as sources of `gradient`.
@@ -168,16 +140,11 @@ class GradientTape:
             tensor: A pytree of float arrays: arguments of this function, or arrays
                 computed in it. Variables are always watched.
         """
-        trace = self._active_trace("watch")
+        tape = self._active("watch")
         for x in jax.tree.leaves(tensor):
-            if isinstance(x, keras.Variable):
-                continue
-            _require_differentiable(x)
-            for perturbation in self._perturbations(trace):
-                for i, source in enumerate(perturbation.sources):
-                    if isinstance(source, int) and source == len(self._watched):
-                        trace.rebound.append((x, perturbation.perturb(i, x)))
-            self._watched.append(x)
+            if not isinstance(x, keras.Variable):
+                _require_differentiable(x)
+                tape.watch(x, id(x))
 
     def gradient(
         self,
@@ -204,10 +171,8 @@ class GradientTape:
             ValueError: For an array that was not watched, for `output_gradients` that
                 do not fit, or for another `unconnected_gradients`.
             TypeError: If `target` is not a float array.
-            RetraceError: If Python state has changed, so that the function computes
-                another target when it is traced again.
         """
-        trace = self._active_trace("gradient")
+        tape = self._active("gradient")
         if self._used and not self._persistent:
             raise RuntimeError(
                 "GradientTape.gradient: called a second time. Make the tape with "
@@ -220,20 +185,11 @@ class GradientTape:
                 "or 'zero'."
             )
         targets = [_float_target(t) for t in jax.tree.leaves(target)]
+        weights = _weights(output_gradients, targets)
         flat, structure = jax.tree.flatten(sources)
-        call = next(trace.calls)
-        if call == trace.stop_at:
-            raise ReplayEnd(targets)
-        if trace.stop_at is None or trace.is_recorded():
-            weights = _weights(output_gradients, targets)
-            references = [self._reference(s) for s in flat]
-            grads = self._differentiate(trace, call, targets, references, flat, weights)
-        else:
-            # No tape whose gradient this replay computes records this call, so the
-            # gradient is a constant: the result of the same call in the replayed trace.
-            assert trace.parent is not None  # Only a replay has a `stop_at`.
-            grads = trace.parent.results[call]
-        trace.results[call] = grads
+        grads = tape.gradients(targets, flat, weights)
+        if not self._persistent:
+            tape.end()
         if unconnected_gradients == "zero":
             grads = [
                 jnp.zeros(s.shape, s.dtype) if g is None else g
@@ -241,86 +197,14 @@ class GradientTape:
             ]
         return jax.tree.unflatten(structure, grads)
 
-    def _differentiate(
-        self,
-        trace: StepTrace,
-        call: int,
-        targets: list[jax.Array],
-        references: list[Source],
-        sources: list[Variable | jax.Array],
-        weights: list[ArrayLike],
-    ) -> list[jax.Array | None]:
-        deltas = [jnp.zeros(s.shape, s.dtype) for s in sources]
-        num_targets = 0
-
-        def replay(
-            deltas: list[jax.Array],
-        ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
-            nonlocal num_targets
-            perturbation = Perturbation(self._index, references, deltas)
-            targets, rebound = trace.replay(call, perturbation)
-            num_targets = len(targets)
-            return targets, rebound
-
-        replayed = jax.make_jaxpr(replay)(deltas)
-        if isinstance(trace.scope, ValueScope):  # Not while variables are discovered.
-            require_same_trace(
-                targets,
-                replayed,
-                # A new function, since JAX caches the jaxpr of the same function.
-                lambda: jax.make_jaxpr(lambda x: replay(x))(deltas),
-                lambda: jax.make_jaxpr(lambda: trace.replay(call)[0])(),
-                is_trace_a_replay=trace.parent is not None,
-            )
-        closed = rebind(replayed, num_targets)
-        marks = [1 << i for i in range(len(deltas))]
-        connected = 0
-        for mark in gradient_marks(closed.jaxpr, marks):
-            connected |= mark
-        evaluate = jex_core.jaxpr_as_fun(closed)
-
-        def loss(deltas: list[jax.Array]) -> tuple[list[jax.Array], None]:
-            return evaluate(*deltas), None
-
-        values, pullback, _ = jax.vjp(regathering(loss), deltas, has_aux=True)
-        require_same_values(targets, values)
-        (grads,) = pullback(
-            [jnp.asarray(w, v.dtype) for w, v in zip(weights, values, strict=True)]
-        )
-        return [g if connected & m else None for g, m in zip(grads, marks, strict=True)]
-
-    def _reference(self, source: Variable | jax.Array) -> Source:
-        """The source: a variable, or the number of a watched array."""
-        if isinstance(source, keras.Variable):
-            return source
-        for i, x in enumerate(self._watched):
-            if x is source:
-                return i
-        raise ValueError(
-            f"GradientTape.gradient: source {source!r} is neither a variable nor "
-            "watched. Call tape.watch(x) inside the tape before x is used."
-        )
-
-    def _perturbations(self, trace: StepTrace) -> list[Perturbation]:
-        return [p for p in trace.perturbations if p.tape_index == self._index]
-
-    def _perturb_variables(self, trace: StepTrace, perturbation: Perturbation) -> None:
-        for i, source in enumerate(perturbation.sources):
-            if isinstance(source, keras.Variable):
-                original = trace.scope.get_current_value(source)
-                original = source.value if original is None else original
-                perturbed = perturbation.perturb(i, original)
-                trace.scope.state_mapping[id(source)] = perturbed
-                self._perturbed.append((source, original, perturbed))
-
-    def _active_trace(self, name: str) -> StepTrace:
+    def _active(self, name: str) -> StepTape:
         trace = current_trace(f"GradientTape.{name}")
-        if trace is not self._trace:
+        if self._tape is None or self._tape.trace is not trace:
             raise ContextError(
                 f"GradientTape.{name}: the tape was not entered in this call of the "
                 "step function. Write `with rx.GradientTape() as tape:` inside it."
             )
-        return trace
+        return self._tape
 
 
 def _float_target(target: ArrayLike) -> jax.Array:
@@ -333,10 +217,17 @@ def _float_target(target: ArrayLike) -> jax.Array:
     return target
 
 
-def _weights(output_gradients: PyTree, targets: list[jax.Array]) -> list[ArrayLike]:
+def _weights(output_gradients: PyTree, targets: Sequence[jax.Array]) -> list[jax.Array]:
     if output_gradients is None:
         return [jnp.ones_like(t) for t in targets]
-    return jax.tree.leaves(output_gradients)
+    weights = [jnp.asarray(w) for w in jax.tree.leaves(output_gradients)]
+    shapes, expected = [w.shape for w in weights], [t.shape for t in targets]
+    if shapes != expected:
+        raise ValueError(
+            f"GradientTape.gradient: output_gradients have the shapes {shapes}; "
+            f"expected those of the target, {expected}."
+        )
+    return [w.astype(t.dtype) for w, t in zip(weights, targets, strict=True)]
 
 
 def _require_differentiable(x: object) -> None:

@@ -22,8 +22,8 @@ from replicax.engine.communication import CommunicationOptions, sum_gradients
 from replicax.engine.composites import densified, require_dense, require_summable
 from replicax.engine.counted import CountedReplicas
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.replay import current_trace
 from replicax.engine.scope import current_context, entered_context
+from replicax.engine.step_trace import current_trace
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import Update, Variable
 from replicax.errors import ContextError

@@ -23,11 +23,11 @@ from replicax.engine.checks.divergence import declare_differing
 from replicax.engine.checks.trace_warnings import warn_of_added_metrics
 from replicax.engine.composites import is_key
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.replay import StepTrace
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.row_outputs import require_rows
 from replicax.engine.scope import entered_context
 from replicax.engine.signature import Options, Outputs, ResultStructure
+from replicax.engine.step_trace import StepTrace
 from replicax.engine.step_variables import StepVariables
 from replicax.engine.variables import (
     ChildScope,
@@ -134,7 +134,7 @@ class ReplicaStep:
 
         def replica_step(leaves: Leaves) -> PyTree:
             call = self._arguments.bind(self._fn, leaves)
-            trace = StepTrace(call, lambda: RecordingScope(recorder))
+            trace = StepTrace(call, RecordingScope(recorder))
             context = self._context()
             with entered_context(context):
                 out = trace.execute()
@@ -169,7 +169,7 @@ class ReplicaStep:
         uncommitted = [x if is_key(x) else jnp.asarray(np.asarray(x)) for x in arrays]
         with entered_context(self._context()):
             call = self._arguments.bind(self._fn, uncommitted)
-            trace = StepTrace(call, lambda: ChildScope(None))
+            trace = StepTrace(call, ChildScope(None))
             results = trace.execute()
             for variable, value in trace.scope.updates():
                 variable.assign(value)
@@ -347,7 +347,7 @@ class ReplicaStep:
             start = variables.start(context, [*written, *read])
 
             def trace_of(call: Callable[[], PyTree]) -> StepTrace:
-                return StepTrace(call, lambda: self._scope_of(start))
+                return StepTrace(call, self._scope_of(start))
 
             trace = trace_of(self._arguments.bind(self._fn, leaves))
             out = trace.execute()

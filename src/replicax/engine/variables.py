@@ -9,21 +9,24 @@ deferred: the replica function returns the summed gradients, and the update foll
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NoReturn, Self
+from contextlib import AbstractContextManager
+from typing import NoReturn, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import keras
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import find_top_trace
+from jax.extend.core import set_current_trace
 from jax.typing import ArrayLike
 
 from replicax._private.keras import (
     inner_of,
     scope_around,
     stored_dtype,
+    stored_value,
     trained_by,
 )
+from replicax._private.tape import program_trace
 from replicax._util.arrays import dtype_on_devices
 from replicax.engine.checks.divergence import declare_mirrored
 from replicax.engine.jaxprs import AnyJaxpr, inner_jaxprs, open_jaxpr
@@ -31,6 +34,7 @@ from replicax.errors import ContextError
 
 __all__ = [
     "ChildScope",
+    "OpenTape",
     "PendingValue",
     "RecordingScope",
     "UndeclaredVariableError",
@@ -92,36 +96,55 @@ class UpdatePendingError(ContextError):
     """A step uses the new value of a variable whose update follows the step."""
 
 
+class OpenTape(Protocol):
+    """A tape that records now."""
+
+    def value_of(self, variable: Variable, value: jax.Array) -> jax.Array:
+        """The array to use for a variable that is read while the tape records."""
+        ...
+
+
 class WritesScope(keras.StatelessScope):
     """A scope that records which variables are written.
 
     Attributes:
         written: The written variables by id, in order.
+        tapes: The tapes that record now, the outermost first.
         deferred: The updates that follow the step, with their gradients.
     """
 
     def __init__(self) -> None:
         super().__init__(collect_losses=True)  # Else `add_loss` is lost.
         self.written: dict[int, Variable] = {}
+        self.tapes: list[OpenTape] = []
         self.deferred: dict[Update, list[jax.Array]] = {}
         self._pending: dict[int, Update] = {}
         self._trace: object = None
 
     def __enter__(self) -> Self:
-        self._trace = find_top_trace(())
+        self._trace = program_trace()
         super().__enter__()
         return self
 
     def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
         self._require_not_pending(variable)
+        value = self._untaped_value(variable)
+        if self.tapes and value is None:
+            value = stored_value(variable)
+        for tape in self.tapes:
+            value = tape.value_of(variable, value)
+        return value
+
+    def _untaped_value(self, variable: Variable) -> jax.Array | None:
+        """The variable's value in this scope; None if the scope has none."""
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
         variable, _ = update
         self._require_not_pending(variable)
-        if find_top_trace(()) is not self._trace:
+        if program_trace() is not self._trace:
             # The tracer would leak.
             raise ContextError(
                 f"variable {variable.path!r} is assigned inside {_TRACED_APART}. "
@@ -155,6 +178,13 @@ class WritesScope(keras.StatelessScope):
         self.deferred[update] = gradients
         self._pending |= {id(v): update for v in update.changed}
 
+    def _in_own_trace(self) -> AbstractContextManager[None]:
+        """A context in which values are made that the whole step may use.
+
+        A variable may be read first in a function that JAX traces by itself.
+        """
+        return set_current_trace(self._trace)
+
     def _require_not_pending(self, variable: Variable) -> None:
         update = self._pending.get(id(variable))
         if update is not None:
@@ -181,17 +211,19 @@ class RecordingScope(WritesScope):
         self.read: dict[int, Variable] = {} if recorder is None else recorder.read
         self._unassigned: dict[int, jax.Array] = {}
 
-    def get_current_value(self, variable: Variable) -> jax.Array | None:
-        """Keras calls this for `variable.value`."""
+    def _untaped_value(self, variable: Variable) -> jax.Array | None:
         self.read.setdefault(id(variable), variable)
-        value = super().get_current_value(variable)
+        value = super()._untaped_value(variable)
         if value is None:
             # Zeros in place of the variable's array: a variable that this trace creates
             # has none, and some operations refuse an array that is on the mesh.
             value = self._unassigned.get(id(variable))
         if value is None:
-            zeros = jnp.zeros(variable.shape, dtype_on_devices(stored_dtype(variable)))
-            value = checkpoint_name(zeros, f"{_VALUE_OF}:{id(variable)}")
+            with self._in_own_trace():
+                zeros = jnp.zeros(
+                    variable.shape, dtype_on_devices(stored_dtype(variable))
+                )
+                value = checkpoint_name(zeros, f"{_VALUE_OF}:{id(variable)}")
             self._unassigned[id(variable)] = value
         return value
 
@@ -238,15 +270,15 @@ class ValueScope(WritesScope):
         self._zeros: dict[int, jax.Array] = {}
         self._caller = caller
 
-    def get_current_value(self, variable: Variable) -> jax.Array | None:
-        """Keras calls this for `variable.value`."""
+    def _untaped_value(self, variable: Variable) -> jax.Array | None:
         if id(variable) in self._unused:
             if id(variable) not in self._zeros:  # Each read returns the same array.
-                zeros = jnp.zeros(variable.shape, stored_dtype(variable))
+                with self._in_own_trace():
+                    zeros = jnp.zeros(variable.shape, stored_dtype(variable))
                 self._zeros[id(variable)] = zeros
             return self._zeros[id(variable)]
         self._require_declared(variable)
-        return super().get_current_value(variable)
+        return super()._untaped_value(variable)
 
     def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
@@ -280,9 +312,8 @@ class ChildScope(WritesScope):
         self._outer = outer
         self.state_mapping = dict(values or {})
 
-    def get_current_value(self, variable: Variable) -> jax.Array | None:
-        """Keras calls this for `variable.value`."""
-        value, scope = super().get_current_value(variable), self._outer
+    def _untaped_value(self, variable: Variable) -> jax.Array | None:
+        value, scope = super()._untaped_value(variable), self._outer
         while value is None and scope is not None:
             value = scope.get_current_value(variable)
             # Keras computes losses in a scope with only the model's own variables.

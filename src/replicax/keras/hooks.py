@@ -34,13 +34,13 @@ from replicax.engine.blocks import (
 )
 from replicax.engine.checks.consistency import synchronize_random_state
 from replicax.engine.protocols import StrategyLike
-from replicax.engine.replay import note_losses_of
 from replicax.engine.scope import (
     called_in,
     current_call,
     current_context,
     current_strategy,
 )
+from replicax.engine.step_trace import note_losses_of
 from replicax.errors import ContextError
 from replicax.input.sparse_rows import as_rows
 from replicax.keras import (

@@ -29,11 +29,11 @@ from replicax.engine.collectives import ReduceOp
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
-from replicax.engine.replay import StepTrace
 from replicax.engine.row_outputs import require_rows
 from replicax.engine.scope import current_call, required_context
 from replicax.engine.signature import Options, Outputs
 from replicax.engine.step import ReplicaStep
+from replicax.engine.step_trace import StepTrace
 from replicax.engine.variables import PendingValue, RecordingScope
 from replicax.keras.batches import PlacedBatch, place
 from replicax.keras.compiled import computed_as_compiled
@@ -198,7 +198,7 @@ def _require_outputs_of_rows(model: keras.Model, data: PyTree) -> None:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
 
     def call(x: PyTree) -> PyTree:  # Traced for its shapes only.
-        return StepTrace(lambda: model(x, training=False), RecordingScope).execute()
+        return StepTrace(lambda: model(x, training=False), RecordingScope()).execute()
 
     name = f"{current_call()}({type(model).__name__})"
     require_rows(name, jax.eval_shape(call, x), x, call)

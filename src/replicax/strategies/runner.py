@@ -28,9 +28,9 @@ from replicax.engine.cache import ProgramCache, function_key, unwrap_partial
 from replicax.engine.checks.consistency import require_equal, require_equal_arguments
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
-from replicax.engine.replay import is_tracing_step
 from replicax.engine.scope import called_in, current_call, current_context
 from replicax.engine.signature import Options
+from replicax.engine.step_trace import is_tracing_step
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import UndeclaredVariableError
 from replicax.errors import ContextError
