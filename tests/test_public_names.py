@@ -54,7 +54,6 @@ PUBLIC_NAMES = [
     "RemoteValue",
     "ReplicaContext",
     "RestoreStatus",
-    "RetraceError",
     "SidecarEvaluator",
     "Strategy",
     "SummaryWriter",
@@ -181,7 +180,6 @@ def test_methods(cls) -> None:
 def test_errors_are_builtin_errors_too() -> None:
     assert issubclass(rx.ContextError, RuntimeError)
     assert issubclass(rx.InternalError, RuntimeError)
-    assert issubclass(rx.RetraceError, RuntimeError)
     assert issubclass(rx.DeviceError, ValueError)
     assert issubclass(rx.DivergenceError, ValueError)
     assert issubclass(rx.CheckpointError, RuntimeError)

@@ -220,7 +220,6 @@ PAGES = {
             "DivergenceError",
             "InputError",
             "InternalError",
-            "RetraceError",
         ),
     ),
 }

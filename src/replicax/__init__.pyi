@@ -95,9 +95,6 @@ from .errors import (
 from .errors import (
     InternalError as InternalError,
 )
-from .errors import (
-    RetraceError as RetraceError,
-)
 from .input import (
     AutoShardPolicy as AutoShardPolicy,
 )

@@ -14,7 +14,6 @@ __all__ = [
     "InputError",
     "InternalError",
     "LostValuesError",
-    "RetraceError",
     "names_distribution",
 ]
 
@@ -75,10 +74,6 @@ class InternalError(RuntimeError):
 
 class LostValuesError(RuntimeError):
     """A variable or argument has no value any more: its memory was donated."""
-
-
-class RetraceError(RuntimeError):
-    """A step function computes different programs when it is traced again."""
 
 
 @contextmanager

@@ -52,6 +52,12 @@ def variable() -> Any:
     return keras.Variable(np.zeros(2, "float32"))
 
 
+def tracer() -> Any:
+    tracers: list[Any] = []
+    jax.make_jaxpr(tracers.append)(1.0)
+    return tracers[0]
+
+
 def optimizer() -> Any:
     return model().optimizer
 
@@ -155,6 +161,7 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_to_backend_device": [module_of("keras.src.backend.jax.distribution_lib")],
     # JAX.
     "_src": [lambda: jax],
+    "_trace": [tracer],
     "_backend_factories": [module_of("jax._src.xla_bridge")],
     "_platform_specific_lowerings": [lambda: mlir],
     "_lowerings": [lambda: mlir],

@@ -52,25 +52,6 @@ def is_batched(value: object) -> bool:
     return getattr(value, "batch_dim", None) is not None
 
 
-def literal_of(value: object) -> Any:
-    """Return the number of a literal; None for a computed value or an argument."""
-    atom = getattr(value, "val", None)
-    return atom.val if isinstance(atom, jax.extend.core.Literal) else None
-
-
-def constant_of(value: object) -> Any:
-    """Return the array of a constant; None for a computed value or an argument."""
-    get_const = getattr(value, "get_const", None)
-    return None if get_const is None else get_const()
-
-
-def batch_of(value: Any) -> tuple[Any, int | None]:
-    """Return the array of a value under `vmap`, and its batch dimension, or None."""
-    if not hasattr(value, "batch_dim"):
-        return value, None
-    return value.val, value.batch_dim
-
-
 def frames_of(equation: object) -> Iterator[tuple[str, int, str]]:
     """Yield an equation's Python frames, innermost first: file, line, function name.
 

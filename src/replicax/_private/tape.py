@@ -17,6 +17,7 @@ from jax._src.core import Trace
 from jax._src.interpreters import ad
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, find_top_trace, set_current_trace
+from jax.interpreters.ad import Zero
 from jax.interpreters.partial_eval import dce_jaxpr
 
 
@@ -190,6 +191,7 @@ class Recording(Trace):
         Also the ids of arrays that the operations use, but that no source changes.
         """
         needed = set(map(id, targets))
+        events: list[tuple[int, int, int | _Operation]]
         events = [(position, i, i) for i, (_, position) in enumerate(sources)]
         for position, x in reversed([*enumerate(self._operations)]):
             if not needed.isdisjoint(x.outputs):
@@ -210,7 +212,9 @@ class Recording(Trace):
         return path, unchanged
 
 
-def _split(values: Sequence[Any], are_first: Sequence[bool]) -> tuple[list[Any], ...]:
+def _split(
+    values: Sequence[Any], are_first: Sequence[bool]
+) -> tuple[list[Any], list[Any]]:
     pairs = list(zip(values, are_first, strict=True))
     return [x for x, first in pairs if first], [x for x, first in pairs if not first]
 
@@ -224,7 +228,7 @@ def transposed(linear: ClosedJaxpr, cotangents: Sequence[Any]) -> list[Any]:
     jaxpr, _ = dce_jaxpr(linear.jaxpr, [True] * len(cotangents), instantiate=True)
     unknown = [ad.UndefinedPrimal(v.aval) for v in jaxpr.invars]
     grads = ad.backward_pass(jaxpr, True, linear.consts, unknown, cotangents)
-    return [None if isinstance(x, ad.Zero) else x for x in grads]
+    return [None if isinstance(x, Zero) else x for x in grads]
 
 
 def program_trace() -> Any:

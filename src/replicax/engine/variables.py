@@ -130,9 +130,8 @@ class WritesScope(keras.StatelessScope):
         """Keras calls this for `variable.value`."""
         self._require_not_pending(variable)
         value = self._untaped_value(variable)
-        if self.tapes and value is None:
-            value = stored_value(variable)
         for tape in self.tapes:
+            value = stored_value(variable) if value is None else value
             value = tape.value_of(variable, value)
         return value
 
