@@ -22,7 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Operation:
+class _Recorded:
     """A recorded operation; `inputs` and `outputs` are ids of arrays.
 
     `derivative` maps changes of the inputs to changes of the outputs. If JAX has none,
@@ -49,7 +49,7 @@ class Recording(Trace):
         self.requires_low = False
         self.is_open = True
         self.is_paused = False
-        self._operations: list[_Operation] = []
+        self._operations: list[_Recorded] = []
         # Watched and computed arrays by id. They stay alive, so that ids are unique.
         self._arrays: dict[int, Any] = {}
 
@@ -140,7 +140,7 @@ class Recording(Trace):
         )
         self._arrays |= {id(x): x for x in linear}
         outputs = tuple(map(id, linear))
-        self._operations.append(_Operation(derivative, tuple(active), outputs))
+        self._operations.append(_Recorded(derivative, tuple(active), outputs))
         parts = iter(rest), iter(linear)
         outs = [next(parts[is_linear]) for is_linear in are_linear]
         return outs if primitive.multiple_results else outs[0]
@@ -185,13 +185,13 @@ class Recording(Trace):
 
     def _path(
         self, targets: Sequence[Any], sources: Sequence[tuple[Any, int]]
-    ) -> tuple[list[int | _Operation], set[int]]:
+    ) -> tuple[list[int | _Recorded], set[int]]:
         """Numbers of sources, and the operations from these to targets, in order.
 
         Also the ids of arrays that the operations use, but that no source changes.
         """
         needed = set(map(id, targets))
-        events: list[tuple[int, int, int | _Operation]]
+        events: list[tuple[int, int, int | _Recorded]]
         events = [(position, i, i) for i, (_, position) in enumerate(sources)]
         for position, x in reversed([*enumerate(self._operations)]):
             if not needed.isdisjoint(x.outputs):
