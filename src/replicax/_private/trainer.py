@@ -20,6 +20,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import (
 from keras.src.trainers.data_adapters.array_slicing import (
     train_validation_split as train_validation_split,
 )
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import (
     class_weight_to_sample_weights as class_weight_to_sample_weights,
 )

@@ -241,7 +241,8 @@ def _accepts_calls_of(hook: Hook, signature: inspect.Signature) -> bool:
     """
     own = list(inspect.signature(hook).parameters.values())
     own = own[1:] if own[0].name == "original" else own
-    theirs = [p for p in signature.parameters.values() if not _is_variadic(p)]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    theirs = [p for p in signature.parameters.values() if p.kind not in variadic]
     named = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
     if theirs and theirs[0].name == "self":
         named[:1] = ["self"]
@@ -254,10 +255,6 @@ def _accepts_calls_of(hook: Hook, signature: inspect.Signature) -> bool:
         and only_by_name <= set(names)
         and (accepts_others or not others)
     )
-
-
-def _is_variadic(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
 
 
 def _replace(wrap: Wrap, name: str, hook: Hook) -> None:

@@ -10,7 +10,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import jax
 import keras
@@ -19,6 +18,7 @@ import numpy as np
 from replicax._private.grain import with_own_rows
 from replicax._private.trainer import (
     ArrayDataAdapter,
+    DataAdapter,
     GrainDatasetAdapter,
     get_data_adapter,
     replace_iterator,
@@ -32,12 +32,11 @@ from replicax.input.grain_datasets import ENDLESS, is_grain_dataset, reshuffled
 from replicax.input.sparse_rows import SparseRows, as_rows, is_sparse
 
 __all__ = [
-    "DataAdapterLike",
     "DistributedAdapter",
     "LazyBatch",
     "adapter_of",
     "batch_of",
-    "batches_after",
+    "begin_iteration",
     "fixed_number_of_batches",
     "inputs_of",
     "is_array_adapter",
@@ -52,26 +51,7 @@ _num_iterations: "weakref.WeakKeyDictionary[PyTree, int]" = weakref.WeakKeyDicti
 """How many iterations `fit` has begun over each Grain dataset."""
 
 
-class DataAdapterLike(Protocol):
-    """A reader of the data of one call of `fit`, `evaluate` or `predict`."""
-
-    @property
-    def num_batches(self) -> int | None:
-        """Number of batches, or None if it is unknown."""
-        ...
-
-    def get_jax_iterator(self) -> Iterable[PyTree]:
-        """The batches of one iteration, as host arrays."""
-        ...
-
-    def on_epoch_begin(self) -> None:
-        """An epoch begins."""
-
-    def on_epoch_end(self) -> None:
-        """An epoch has ended."""
-
-
-_adapter_of_keras: Callable[..., DataAdapterLike] = get_data_adapter
+_adapter_of_keras: Callable[..., DataAdapter] = get_data_adapter
 
 
 class _GrainAdapter(GrainDatasetAdapter):
@@ -103,7 +83,7 @@ class _GrainAdapter(GrainDatasetAdapter):
         return GrainDatasetAdapter.get_jax_iterator(adapter)
 
 
-class DistributedAdapter(DataAdapterLike):
+class DistributedAdapter(DataAdapter):
     """A reader of a distributed dataset.
 
     `iteration` is the number of the next iteration; None if all iterations have the
@@ -134,33 +114,33 @@ class DistributedAdapter(DataAdapterLike):
             yield batch if isinstance(batch, tuple) else (batch,)
 
 
-def set_iteration(adapter: DataAdapterLike, number: int | None) -> None:
+def set_iteration(adapter: DataAdapter, number: int | None) -> None:
     """Set the number of the next iteration, where the adapter counts iterations."""
     if hasattr(adapter, "iteration"):
         setattr(adapter, "iteration", number)  # noqa: B010 - Few adapters have it.
 
 
 def read_own_rows(
-    adapter: DataAdapterLike, own_rows: Callable[[int], Sequence[int]]
+    adapter: DataAdapter, own_rows: Callable[[int], Sequence[int]]
 ) -> None:
     """Make an adapter of a Grain dataset read only the rows `own_rows(batch_size)`."""
     if isinstance(adapter, _GrainAdapter):
         adapter.own_rows = own_rows
 
 
-def batches_after(adapter: DataAdapterLike, number: int) -> Iterable[PyTree]:
-    """The batches of an iteration; the caller skips the first `number`."""
+def begin_iteration(adapter: DataAdapter, num_skipped: int) -> Iterable[PyTree]:
+    """Begin an iteration; the caller skips its first `num_skipped` batches."""
     if isinstance(adapter, _GrainAdapter):
-        adapter.num_skipped = number
+        adapter.num_skipped = num_skipped
     return adapter.get_jax_iterator()
 
 
-def is_array_adapter(adapter: DataAdapterLike) -> bool:
+def is_array_adapter(adapter: DataAdapter) -> bool:
     """Whether the data are arrays in memory."""
     return isinstance(adapter, ArrayDataAdapter)
 
 
-def fixed_number_of_batches(adapter: DataAdapterLike) -> int | None:
+def fixed_number_of_batches(adapter: DataAdapter) -> int | None:
     """The number of batches of arrays; None for data that may end early."""
     return adapter.num_batches if is_array_adapter(adapter) else None
 
@@ -264,7 +244,7 @@ def adapter_of(
     class_weight: Mapping[int, float] | None = None,
     first_iteration: int | None = None,
     caller: str | None = None,
-) -> DataAdapterLike:
+) -> DataAdapter:
     """Make the adapter of a call's data: Keras', or one for a distributed dataset.
 
     The arguments are those of `fit`. `first_iteration` is the number of the first

@@ -179,10 +179,7 @@ def _discard_files(callbacks: list[PyTree], stack: ExitStack) -> None:
             )
             path = getattr(callback, name)
             stack.callback(setattr, callback, name, path)
-            setattr(callback, name, _path_in(Path(folder, str(number)), path))
-
-
-def _path_in(folder: Path, path: str) -> str:
-    """Create `folder`; return the name of `path` in it, with 0 for each `{field}`."""
-    folder.mkdir()
-    return str(folder / re.sub(r"\{.*?\}", "0", Path(path).name))
+            own = Path(folder, str(number))
+            own.mkdir()
+            # With 0 for each `{field}`, the callback overwrites one file.
+            setattr(callback, name, str(own / re.sub(r"\{.*?\}", "0", Path(path).name)))

@@ -116,8 +116,8 @@ def _includes_rows(axis: int | Iterable[int] | None, rank: int) -> bool:
 def computed_as_compiled(model: keras.Model) -> Generator[None]:
     """While open, compiled losses and metrics are computed from the rows they need.
 
-    Other metrics of the model are computed from a replica's rows. Losses inside metrics
-    are not scaled for gradients.
+    Metrics that are not arguments of `compile` are computed from a replica's rows.
+    Losses inside metrics are not scaled for gradients.
     """
     compiled = compiled_metrics(model)
     of_compile = set(map(id, compiled))

@@ -29,10 +29,9 @@ from replicax.input.prefetch import close_iterator
 from replicax.input.sparse_rows import whole
 from replicax.input.split import leading_size
 from replicax.keras.adapters import (
-    DataAdapterLike,
     DistributedAdapter,
     batch_of,
-    batches_after,
+    begin_iteration,
     fixed_number_of_batches,
     inputs_of,
     is_array_adapter,
@@ -85,7 +84,7 @@ class Epochs:
         self,
         model: keras.Model,
         strategy: StrategyLike,
-        adapter: DataAdapterLike,
+        adapter: trainer.DataAdapter,
         steps_per_epoch: int | None,
         *,
         only_inputs: bool = False,
@@ -379,9 +378,9 @@ class _Iteration:
         return source
 
 
-def _batches_after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:
+def _batches_after(adapter: trainer.DataAdapter, number: int) -> Iterator[PyTree]:
     """The batches of an iteration after the first `number`."""
-    batches = batches_after(adapter, number)
+    batches = begin_iteration(adapter, number)
     if is_map_dataset(batches):
         return iter(batches[number:])
     source = iter(batches)

@@ -1,7 +1,7 @@
 """Hooks in Keras' classes; `_private.wraps` says what each is for.
 
-Without a strategy, each calls the function that it replaces. It has the parameters of
-that function; `_private.wraps` compares them with those of Keras.
+Without a strategy, a hook calls the function that it replaces. A hook has the
+parameters of that function; `_private.wraps` compares them with those of Keras.
 """
 
 import inspect

@@ -30,7 +30,7 @@ def computed_in_shards(
     """Return `initializer(shape, dtype)` in a sharding, with the same bits.
 
     None for initializers that compute another large array, such as `Orthogonal`, and
-    for those that are not Keras' own: a trace could lose an effect of their code.
+    for users' initializers, whose code may have effects that a trace would lose.
     """
     is_of_keras = type(initializer).__module__.startswith("keras.")
     if not is_of_keras or not isinstance(getattr(initializer, "seed", 0), int):

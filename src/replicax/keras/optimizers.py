@@ -214,13 +214,7 @@ def _require_current(variables: PyTree, scope: keras.StatelessScope) -> None:
             )
 
 
-class _Reference(threading.local):
-    """The weight whose optimizer state this thread creates."""
-
-    path = ""
-
-
-_reference = _Reference()
+_of_thread = threading.local()
 
 
 def add_slot(
@@ -237,11 +231,11 @@ def add_slot(
     if not strategy.home.keeps_slots:
         _note_home(optimizer, strategy.home)
         return None
-    _reference.path = getattr(reference_variable, "path", "")
+    _of_thread.path = getattr(reference_variable, "path", "")
     try:
         return original(optimizer, reference_variable, *args, **kwargs)
     finally:
-        _reference.path = ""
+        _of_thread.path = ""
 
 
 def _note_home(optimizer: keras.Optimizer, home: Home) -> None:
@@ -253,7 +247,7 @@ def _note_home(optimizer: keras.Optimizer, home: Home) -> None:
 
 def slot_reference() -> str:
     """The path of the weight whose state this thread creates, or an empty string."""
-    return _reference.path
+    return getattr(_of_thread, "path", "")
 
 
 def _refuse_float8(variables: PyTree) -> None:

@@ -2,8 +2,8 @@
 
 The model's `train_step(state, data)` computes the step, with the variables' values as
 `state`. The replica function here reads that state from the variables and assigns the
-new one. A program thus treats it like any function given to `strategy.run`: it combines
-metrics and moving statistics by their variables' aggregation, and gradients at
+new one. A program thus treats the step like any function for `strategy.run`: metrics
+and moving statistics are combined by their variables' aggregation, and gradients at
 `optimizer.apply`.
 """
 

@@ -52,7 +52,6 @@ from replicax.keras.optimizers import hook_overrides, slot_reference
 from replicax.keras.state import set_aggregation
 
 __all__ = [
-    "StrategyVariable",
     "adopt",
     "current_reuse",
     "init_variable",
@@ -200,23 +199,17 @@ def _copied(value: PyTree) -> PyTree:
 _copy = jax.jit(jnp.copy)  # Without `jit`, this takes eight times as long.
 
 
-class StrategyVariable(_StrategyMixin, keras.Variable):
-    """The class of a `keras.Variable` created in a scope."""
-
-
-# Keras names unnamed variables after their class.
-StrategyVariable.__name__ = keras.Variable.__name__
-
-_in_scope: dict[type, type] = {keras.Variable: StrategyVariable}
+_adopted_classes: dict[type, type] = {}
+"""The subclasses with the mixin. Keras names unnamed variables after their class."""
 
 
 def adopt(variable: keras.Variable) -> None:
     """Change a variable's class so that its value keeps its strategy's sharding."""
     kind = type(variable)
     if not issubclass(kind, _StrategyMixin):
-        if kind not in _in_scope:
-            _in_scope[kind] = type(kind.__name__, (_StrategyMixin, kind), {})
-        variable.__class__ = _in_scope[kind]
+        if kind not in _adopted_classes:
+            _adopted_classes[kind] = type(kind.__name__, (_StrategyMixin, kind), {})
+        variable.__class__ = _adopted_classes[kind]
     threads.register(variable)
 
 
