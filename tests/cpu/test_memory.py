@@ -1,4 +1,4 @@
-"""Freed memory stays in huge pages; each test runs a process of its own."""
+"""Freed memory: returned, or in huge pages; each test runs a process of its own."""
 
 import os
 import subprocess
@@ -16,6 +16,33 @@ pytestmark = [
         reason="the kernel has no huge pages",
     ),
 ]
+
+RETURNED = """
+import ctypes, os
+import replicax as rx
+
+strategy = rx.OneDeviceStrategy("cpu:0")
+strategy.run(lambda: 1)  # Starts JAX.
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+pieces = [libc.malloc(2**16) for _ in range(4096)]
+for piece in pieces:
+    ctypes.memset(ctypes.c_void_p(piece), 1, 2**16)
+for piece in pieces[:-1]:  # The last one is above all, so that glibc keeps them.
+    libc.free(piece)
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+before = resident()
+strategy.run(lambda: 2)
+print((before - resident()) >> 20)
+"""
+
+
+def test_a_compiled_program_returns_freed_memory() -> None:
+    assert int(run(RETURNED, REPLICAX_CPU="").stdout) > 200  # MiB
+    assert int(run(RETURNED, REPLICAX_CPU="off").stdout) < 20
+
 
 SCRIPT = """
 import jax.numpy as jnp, numpy as np

@@ -231,7 +231,7 @@ class Program:
                 traced = self._with_room_for(traced, values, leaves)
             traced.lower().compile()  # JAX caches it for the call.
         if self._group.axis.is_of_cpus:
-            memory.use_huge_pages()
+            memory.return_freed()
 
     def _traced(self, values: Shapes, leaves: Sequence[PyTree]) -> Traced:
         """Trace the program until the analysis of its trace is stable."""

@@ -103,7 +103,7 @@ class ServerOptimizer:
         state, vectors = self._compiled(vectors, state, placed)
         if not self._has_begun:  # After the first call has compiled the step.
             self._has_begun = True
-            memory.use_huge_pages()
+            memory.return_freed()
         return vectors, state
 
     def slots(self, state: Sequence[jax.Array]) -> Slots:
