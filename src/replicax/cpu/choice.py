@@ -88,6 +88,9 @@ def _choose_without_groups(
         return "groups"
     # In input gradients, the kernel's outputs come before its features.
     is_swapped = rhs_spec[1] > rhs_spec[0]
+    # In gradients of kernels, images are contracted, so they come first.
+    if outputs == 1 < taps and rhs_spec[1] == 0:
+        return "outputs"  # One product of the arrays as they are.
     inputs, weights, results = (math.prod(x.shape) for x in (lhs, rhs, out))
     if weights >= _MANY_WEIGHTS * max(inputs, results) and 1 < taps <= _MOST:
         return "taps" if is_swapped else "patches"

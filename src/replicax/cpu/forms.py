@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from replicax.cpu.windows import Window, phases, trimmed
@@ -338,14 +339,23 @@ def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.A
     """
     outputs = kernel.shape[-1]
     multiplier = outputs // x.shape[-1]
-    # Without the barrier XLA would compute the padding again for each tap.
-    padded = lax.optimization_barrier(pad(x, windows))
-    results = []
-    for elements in _at_outputs(padded, windows):
+    padded = pad(x, windows)
+    spans = [(w.taps - 1) * w.dilation + 1 for w in windows]
+
+    def at(starts: jax.Array) -> jax.Array:
+        block = lax.dynamic_slice(
+            padded, (0, *starts, 0), (len(x), *spans, x.shape[-1])
+        )
+        elements = block[(slice(None), *(slice(None, None, w.dilation) for w in windows))]
         if multiplier > 1:
             elements = jnp.repeat(elements, multiplier, axis=-1)
-        results.append(_sum_of_products(elements, kernel))
-    return jnp.stack(results).reshape(*(w.outputs for w in windows), 1, outputs)
+        return _sum_of_products(elements, kernel)
+
+    # A loop: XLA would compile the sums of each position.
+    space = [w.outputs for w in windows]
+    positions = itertools.product(*(range(0, w.outputs * w.stride, w.stride) for w in windows))
+    results = lax.map(at, np.array(list(positions), np.int32))
+    return results.reshape(*space, 1, outputs)
 
 
 def _at_outputs(x: jax.Array, windows: Sequence[Window]) -> Iterator[jax.Array]:
