@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import keras
 import ml_dtypes
 import numpy as np
@@ -52,6 +53,37 @@ def test_initial_values(name: str, dtype: str) -> None:
         actual = values()
     for got, want in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+# Of one element, around the sizes of shared programs, and larger than all of them.
+SHAPES = [(), (7, 9), (1, 4096), (17, 241), (3, 3, 64, 128), (2049, 2048)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["zeros", "ones", "uniform", "normal", "generator"])
+def test_initial_values_of_shapes(name: str, dtype: str) -> None:
+    def values() -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        initializer = {"ones": initializers.Ones, **INITIALIZERS}[name]()
+        variables = [keras.Variable(initializer, shape, dtype) for shape in SHAPES]
+        return [np.asarray(v.value) for v in variables]
+
+    expected = values()
+    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        actual = values()
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+def test_initial_values_share_programs(caplog: pytest.LogCaptureFixture) -> None:
+    with jax.log_compiles(), rx.OneDeviceStrategy("cpu:0").scope():
+        keras.Variable("glorot_uniform", (3, 5, 7))
+        caplog.clear()
+        for i in range(2, 30):
+            keras.Variable("glorot_uniform", (3, i))
+            keras.Variable("zeros", (5, i, 3))
+    assert "Compiling" not in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -163,6 +163,11 @@ WRAPS = (
         "accepts `synchronized=True` on JAX",
     ),
     Wrap(
+        "keras.src.backend.jax.random",
+        ("normal", "truncated_normal", "uniform"),
+        "initial values of all shapes share few programs",
+    ),
+    Wrap(
         "keras.src.backend.jax.distribution_lib",
         ("_to_backend_device",),
         "\"cpu\" is this worker's CPU, not the first worker's",

@@ -45,6 +45,7 @@ from replicax.errors import ContextError
 from replicax.input.sparse_rows import as_rows
 from replicax.keras import (
     building,
+    initial_values,
     loop,
     on_batch,
     optimizers,
@@ -365,6 +366,9 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "saving_lib.load_weights_only": _assign_all,
     "Mean.update_state": _in_replica(reductions.update_mean),
     "BatchNormalization.__init__": reductions.init_batch_normalization,
+    "random.normal": initial_values.draw,
+    "random.truncated_normal": initial_values.draw,
+    "random.uniform": initial_values.draw,
     "distribution_lib._to_backend_device": _to_backend_device,
     "data_adapter_utils.scipy_sparse_to_jax_sparse": _sparse_batch,
 }

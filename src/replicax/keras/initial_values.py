@@ -1,24 +1,94 @@
-"""Initial values of sharded variables: each device computes its own shard.
+"""Initial values of variables, with the bits that Keras computes.
 
-Keras computes a whole variable on one device, whose memory may be too small for it.
+Keras compiles a program for each shape. Here small variables share programs, and each
+device computes its own shard of a large one: Keras computes a whole variable on one
+device, whose memory may be too small for it.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
+import keras
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 from jax.typing import DTypeLike
 
+from replicax._private.wraps import Original
 from replicax._util.types import PyTree, Shape
 from replicax.engine.layouts import FEWEST_ELEMENTS
 
-__all__ = ["computed_in_shards"]
+__all__ = ["computed_in_shards", "draw", "is_small", "small_value"]
+
+# XLA takes 0.2 s and more to compile random numbers of one shape.
+_SIZES = [4**i for i in range(6, 12)]
+
+_of_thread = threading.local()
+
+
+def is_small(shape: Shape) -> bool:
+    """Whether `small_value` computes a variable of this shape."""
+    return math.prod(shape) <= _SIZES[-1]
+
+
+def small_value(
+    initializer: Callable[..., PyTree], shape: Shape, dtype: DTypeLike
+) -> PyTree:
+    """Return `initializer(shape, dtype)`, by programs of few sizes.
+
+    None for initializers that are not Keras' own.
+    """
+    if not _is_of_keras(initializer):
+        return None
+    if type(initializer) in (keras.initializers.Zeros, keras.initializers.Ones):
+        is_one = type(initializer) is keras.initializers.Ones
+        return jax.device_put(np.full(shape, is_one, jnp.dtype(dtype)))
+    with _drawing_by_size():
+        return initializer(shape, dtype=dtype)
+
+
+@contextlib.contextmanager
+def _drawing_by_size() -> Generator[None]:
+    _of_thread.draws_by_size = True
+    try:
+        yield
+    finally:
+        _of_thread.draws_by_size = False
+
+
+def draw(original: Original, shape: Shape, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    """The hook of Keras' random numbers: cut an array of one of few sizes.
+
+    JAX computes element `i` from the key and `i`, so a larger array starts with the
+    same numbers; its other generators than Threefry do not.
+    """
+    options = jax.config.values
+    if (
+        not getattr(_of_thread, "draws_by_size", False)
+        or options["jax_default_prng_impl"] != "threefry2x32"
+        or not options.get("jax_threefry_partitionable", True)
+        or not is_small(shape)
+    ):
+        return original(shape, *args, **kwargs)
+    size = math.prod(shape)
+    larger = next(n for n in _SIZES if n >= size)
+    numbers = original((larger,), *args, **kwargs)
+    if isinstance(numbers, jax.core.Tracer):
+        return numbers[:size].reshape(shape)
+    # On the host: JAX would compile the cut. A copy: JAX may keep the memory.
+    return jax.device_put(np.array(np.asarray(numbers)[:size].reshape(shape)))
+
+
+def _is_of_keras(initializer: Callable[..., PyTree]) -> bool:
+    return type(initializer).__module__.startswith("keras.")
 
 
 def computed_in_shards(
@@ -32,8 +102,9 @@ def computed_in_shards(
     None for initializers that compute another large array, such as `Orthogonal`, and
     for users' initializers, whose code may have effects that a trace would lose.
     """
-    is_of_keras = type(initializer).__module__.startswith("keras.")
-    if not is_of_keras or not isinstance(getattr(initializer, "seed", 0), int):
+    if not _is_of_keras(initializer) or not isinstance(
+        getattr(initializer, "seed", 0), int
+    ):
         return None
     closed = jax.make_jaxpr(lambda: initializer(shape, dtype=dtype))()
     equations, (result,) = closed.jaxpr.eqns, closed.jaxpr.outvars

@@ -47,7 +47,7 @@ from replicax.engine.scope import (
 )
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
-from replicax.keras.initial_values import computed_in_shards
+from replicax.keras.initial_values import computed_in_shards, is_small, small_value
 from replicax.keras.optimizers import hook_overrides, slot_reference
 from replicax.keras.state import set_aggregation
 
@@ -67,14 +67,18 @@ class _StrategyMixin(PlacedVariable):
     """
 
     def first_value(self, initializer: PyTree) -> PyTree:
-        """Compute the first value of a sharded variable; None leaves it to Keras."""
+        """Compute the first value; None leaves it to Keras."""
         strategy = current_strategy()
         if strategy is None:
             return None
         layout = layout_of(self) or strategy.home.layout(self)
-        if layout.is_fully_replicated or device_put.has_no_devices(layout):
-            return None
         shape, dtype = tuple(self.shape), stored_dtype(self)
+        if device_put.has_no_devices(layout):
+            return None
+        if is_small(shape):
+            return outside_meshes(lambda: small_value(initializer, shape, dtype))
+        if layout.is_fully_replicated:
+            return None
         return outside_meshes(
             lambda: computed_in_shards(initializer, shape, dtype, layout)
         )
