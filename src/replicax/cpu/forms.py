@@ -346,20 +346,16 @@ def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.A
         block = lax.dynamic_slice(
             padded, (0, *starts, 0), (len(x), *spans, x.shape[-1])
         )
-        elements = block[
-            (slice(None), *(slice(None, None, w.dilation) for w in windows))
-        ]
+        strided = (slice(None, None, w.dilation) for w in windows)
+        elements = block[(slice(None), *strided)]
         if multiplier > 1:
             elements = jnp.repeat(elements, multiplier, axis=-1)
         return _sum_of_products(elements, kernel)
 
-    # A loop: XLA would compile the sums of each position.
-    space = [w.outputs for w in windows]
-    positions = itertools.product(
-        *(range(0, w.outputs * w.stride, w.stride) for w in windows)
-    )
-    results = lax.map(at, np.array(list(positions), np.int32))
-    return results.reshape(*space, 1, outputs)
+    # In a loop: XLA would compile the sums of each position.
+    space, strides = [w.outputs for w in windows], [w.stride for w in windows]
+    positions = np.array(list(np.ndindex(*space)), np.int32)
+    return lax.map(at, positions * np.int32(strides)).reshape(*space, 1, outputs)
 
 
 def _at_outputs(x: jax.Array, windows: Sequence[Window]) -> Iterator[jax.Array]:

@@ -19,6 +19,8 @@ _SWITCH = "REPLICAX_COMPILATION_CACHE"
 _SAFE_PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
 _XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
 _XLA_CACHES_OF_JAX = "xla_gpu_per_fusion_autotune_cache_dir"
+_LEAST_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+_LEAST_SECONDS_OF_JAX = 1.0
 _MAX_BYTES = 2 * 2**30
 _UNWRITABLE = "Error writing persistent .* Multiple temp buffer allocations"
 
@@ -27,7 +29,7 @@ _log = logging.getLogger("replicax")
 
 @functools.cache
 def turn_on(platform: str) -> Path | None:
-    """Let JAX store programs that take long to compile on disk.
+    """Let JAX store programs on disk that take 0.1 s or longer to compile.
 
     Nothing changes if the user has configured JAX's cache, or in a job of several
     processes. Call it after JAX has started its devices, before the first compilation.
@@ -68,6 +70,13 @@ def turn_on(platform: str) -> Path | None:
         # XLA's own files would grow without bound. A failed write of one fails the
         # compilation, while JAX only warns of a failed write.
         jax.config.update(_XLA_CACHES, "")
+    if (
+        _LEAST_SECONDS.upper() not in os.environ
+        and jax.config.values[_LEAST_SECONDS] == _LEAST_SECONDS_OF_JAX
+    ):
+        # A start compiles dozens of small programs, for 10 s in all; loading one takes
+        # 10 ms.
+        jax.config.update(_LEAST_SECONDS, 0.1)
     # XLA cannot write some large programs for CPUs. JAX warns about each, and compiles
     # it in each run, as it does without a cache.
     warnings.filterwarnings("ignore", _UNWRITABLE, UserWarning)
