@@ -341,21 +341,20 @@ def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.A
     multiplier = outputs // x.shape[-1]
     padded = pad(x, windows)
     spans = [(w.taps - 1) * w.dilation + 1 for w in windows]
+    steps = [1, *(w.dilation for w in windows), 1]
 
     def at(starts: jax.Array) -> jax.Array:
-        block = lax.dynamic_slice(
-            padded, (0, *starts, 0), (len(x), *spans, x.shape[-1])
-        )
-        strided = (slice(None, None, w.dilation) for w in windows)
-        elements = block[(slice(None), *strided)]
+        block = lax.dynamic_slice(padded, starts, (len(x), *spans, x.shape[-1]))
+        elements = lax.slice(block, [0] * block.ndim, block.shape, steps)
         if multiplier > 1:
             elements = jnp.repeat(elements, multiplier, axis=-1)
         return _sum_of_products(elements, kernel)
 
     # In a loop: XLA would compile the sums of each position.
     space, strides = [w.outputs for w in windows], [w.stride for w in windows]
-    positions = np.array(list(np.ndindex(*space)), np.int32)
-    return lax.map(at, positions * np.int32(strides)).reshape(*space, 1, outputs)
+    positions = np.array(list(np.ndindex(1, *space, 1)), np.int32)
+    results = lax.map(at, positions * np.array([1, *strides, 1], np.int32))
+    return results.reshape(*space, 1, outputs)
 
 
 def _at_outputs(x: jax.Array, windows: Sequence[Window]) -> Iterator[jax.Array]:
