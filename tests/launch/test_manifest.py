@@ -18,8 +18,7 @@ from replicax.cli import app
 from replicax.cluster.config import tf_config
 from replicax.cluster.kubernetes import KubernetesClusterResolver
 from replicax.errors import ClusterConfigError
-from replicax.launch.manifest import jobset, to_yaml
-from replicax.launch.training_job import TrainingJob
+from replicax.launch.manifest import TrainingJob, jobset, to_yaml
 
 SCHEMAS = Path(__file__).with_name("schemas") / "kubernetes.json"
 BASE = {"image": "registry/train:1", "command": ("python", "train.py")}

@@ -61,7 +61,7 @@ class Watch:
         self._interval = min(1.0, timeouts.heartbeat / 5)
         self._contact_at = now  # The last answer of the store.
         # The last program's number, and a function: whether the program has finished.
-        self._latest: tuple[int, Callable[[], bool]] = (0, _true)
+        self._latest: tuple[int, Callable[[], bool]] = (0, lambda: True)
         self._resumed_at = 0
         self._written_steps = 0
         self._ending = threading.Lock()
@@ -86,14 +86,14 @@ class Watch:
     def dispatching(self, operation: Operation) -> None:
         """Note that a program is being dispatched to the devices."""
         self.log.note_program(operation)
-        self._latest = (self._latest[0] + 1, _false)
+        self._latest = (self._latest[0] + 1, lambda: False)
 
     def dispatched(self, result: Any) -> None:
         """Note that the program is dispatched; `result` is one of its arrays.
 
         None: the program has finished, or was not started.
         """
-        self._latest = (self._latest[0], getattr(result, "is_ready", _true))
+        self._latest = (self._latest[0], getattr(result, "is_ready", lambda: True))
 
     def resume_at(self, steps: int) -> None:
         """Set the number of steps of earlier attempts; `steps` includes them."""
@@ -256,14 +256,6 @@ class Watch:
             f"answered for {silent:.0f} s. Its machine or the network to it is down.",
             steps=self.steps,
         )
-
-
-def _true() -> bool:
-    return True
-
-
-def _false() -> bool:
-    return False
 
 
 def _stack_of_main_thread() -> str:

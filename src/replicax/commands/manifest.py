@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 
 from replicax.commands.arguments import warn_of_late_options
-from replicax.launch.manifest import jobset, to_yaml
-from replicax.launch.training_job import TrainingJob
+from replicax.launch.manifest import TrainingJob, jobset, to_yaml
 
 __all__ = ["manifest"]
 
