@@ -86,7 +86,7 @@ def test_a_blank_tf_config_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -
     assert re.search(r"TF_CONFIG +not set", result.output)
 
 
-def test_info_says_what_is_wrong_with_tf_config(
+def test_info_names_the_problem_of_tf_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", "{oops [red]")
@@ -122,7 +122,7 @@ def test_info_warns_of_a_pool_with_too_few_threads(
     assert "share a pool of 1 threads" in invoke("info").output
 
 
-def test_jax_is_imported_only_by_what_computes() -> None:
+def test_the_command_line_does_not_import_jax() -> None:
     code = "import sys, replicax.cli; print(sorted({'jax', 'keras'} & {*sys.modules}))"
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
@@ -195,7 +195,7 @@ def test_info_does_not_load_libtpu_without_chips() -> None:
 _MAIN = "from replicax.cli import main; main()"
 
 
-def test_token_is_one_that_servers_accept_and_new_each_time() -> None:
+def test_tokens_are_valid_and_new() -> None:
     tokens = [invoke("token").stdout for _ in range(2)]
     assert tokens[0] != tokens[1]
     for token in tokens:

@@ -51,7 +51,7 @@ def test_an_evaluator_need_not_be_listed() -> None:
     assert config.process_id is None
 
 
-def test_keys_of_others_are_ignored() -> None:
+def test_unknown_keys_are_ignored() -> None:
     text = document(WORKERS)[:-1] + ', "environment": "cloud", "rpc_layer": "grpc"}'
     assert tf_config(text).cluster == ClusterSpec(WORKERS)
 
@@ -62,7 +62,7 @@ def test_the_task_may_be_overridden() -> None:
     assert "out of range" in problem_of(document(WORKERS), task_id=2)
 
 
-def test_all_on_this_machine() -> None:
+def test_a_cluster_on_this_machine() -> None:
     cluster = {"worker": ["localhost:1", "127.0.0.1:2", "[::1]:3"]}
     assert tf_config(document(cluster)).cluster == ClusterSpec(cluster)
 

@@ -47,7 +47,7 @@ class Store:
 
 
 @given(ORDERS, st.integers(0, 30))
-def test_a_checksum_is_that_of_a_log_which_ends_there(order, count) -> None:
+def test_a_checksum_equals_that_of_a_shorter_log(order, count) -> None:
     log = log_of(order)
     log.latest()
     count = min(count, len(order))
@@ -73,7 +73,7 @@ def test_the_first_difference_is_found(common, rest, other) -> None:
     assert found.step == sum(operation.num_steps for operation in before)
 
 
-def test_one_that_is_behind_says_nothing_of_what_follows() -> None:
+def test_a_shorter_log_is_no_difference() -> None:
     logs = [log_of([0, 1, 2]), log_of([0, 1, 0]), log_of([0])]
     found = Difference.between([told(log) for log in logs])
     assert found is not None
@@ -84,7 +84,7 @@ def test_one_that_is_behind_says_nothing_of_what_follows() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["the other is", "this one is"])
-def test_logs_are_compared_whoever_is_ahead(ahead: int) -> None:
+def test_logs_are_compared_if_either_worker_is_ahead(ahead: int) -> None:
     logs = [log_of([]), log_of([])]
     checks = [OrderCheck(log, 2, i, Store()) for i, log in enumerate(logs)]
     for i in range(200):

@@ -53,7 +53,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> No
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_the_right_cluster(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_detected_cluster(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[case]
     set_all(monkeypatch, row.variables)
     environment, place = detect(None, CALLER)
@@ -230,7 +230,7 @@ def test_launchers_that_contradict_each_other(
     assert rx.MultiWorkerMirroredStrategy("alone").num_workers == 1
 
 
-def test_an_evaluator_contradicts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluator_is_no_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
     task = {"type": "evaluator", "index": 0}
     config = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": task})
     monkeypatch.setenv("TF_CONFIG", config)
@@ -247,7 +247,7 @@ def test_the_file_of_sagemaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert resolver.cluster_spec().job_tasks("worker")[1] == "algo-2:61440"
 
 
-def test_gpus_that_are_bound_already_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_gpus_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, torchrun(1, 1))
     _, place = detect(None, CALLER)
     for visible, gpus in [("0,1", [1]), ("1", None), ("4,5,6,7", [1])]:
@@ -272,7 +272,7 @@ def test_no_launcher_is_alone() -> None:
     assert rx.MultiWorkerMirroredStrategy().num_workers == 1
 
 
-def test_a_tpu_of_one_host_is_not_alone_by_accident(
+def test_a_tpu_of_one_host_refuses_several_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_all(monkeypatch, named(1, SKY, 2, "10.0.0.1\n10.0.0.2"))

@@ -119,7 +119,7 @@ for i, fields in enumerate(json.loads(sys.argv[1])):
 
 
 @pytest.mark.multiprocess
-def test_the_last_words_of_a_task(tmp_path: Path) -> None:
+def test_the_printed_report_of_a_task(tmp_path: Path) -> None:
     reports = [last for last, _ in LAST_WORDS]
     fields = json.dumps([dataclasses.asdict(last) for last in reports])
     process = subprocess.run(
@@ -151,7 +151,7 @@ time.sleep(100)
 
 
 @pytest.mark.multiprocess
-def test_a_task_ends_though_it_can_write_neither_report_nor_message() -> None:
+def test_a_task_ends_if_it_cannot_write_report_or_message() -> None:
     with open("/dev/full", "wb") as full:
         process = subprocess.run(
             [sys.executable, "-c", NO_ROOM],
@@ -163,7 +163,7 @@ def test_a_task_ends_though_it_can_write_neither_report_nor_message() -> None:
     assert process.returncode == 138
 
 
-def test_a_report_that_cannot_be_written_is_no_other_failure(
+def test_a_failed_write_of_a_report_is_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "reports"

@@ -98,14 +98,14 @@ def test_where_to_listen(
     assert host_to_bind(parse_address(own), addresses) == expected
 
 
-def test_why_it_listens_everywhere_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_listening_on_all_addresses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "replicax"):
         host_to_bind(parse_address("192.0.2.7:1"), [])
     assert "192.0.2.7 is no address of this machine" in caplog.text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", None])
-def test_the_place_of_a_task_that_waits(host: str | None) -> None:
+def test_a_listener_holds_its_port(host: str | None) -> None:
     port = free_port()
     with listener(host, port):
         socket.create_connection((host or "127.0.0.1", port), timeout=5).close()

@@ -185,7 +185,7 @@ def test_calls_of_a_model_are_compared_before_its_data() -> None:
         (another_batch_method, ["Sequential.train_step", "Sequential.test_step"]),
     ],
 )
-def test_what_both_do_is_named(case, words) -> None:
+def test_the_operations_of_both_workers_are_named(case, words) -> None:
     for result in failed(case).values():
         assert "the workers run different programs: at step" in result.output
         for word in words:
@@ -193,14 +193,14 @@ def test_what_both_do_is_named(case, words) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_one_leaves_out(tmp_path) -> None:
+def test_a_skipped_save_is_found(tmp_path) -> None:
     for result in failed(a_save_less, str(tmp_path)).values():
         assert "waits in replicax.checkpoint." in result.output
         assert "is at run(Job.__init__.<locals>.train_step" in result.output
 
 
 @pytest.mark.slow
-def test_a_step_more() -> None:
+def test_an_extra_step_is_found() -> None:
     case = a_step_more_that_nobody_needs
     results = run(work, num_workers=2, args=(case,), deadline_seconds=140, check=False)
     # The worker whose script has ended keeps its own exit status.

@@ -25,7 +25,7 @@ def test_jobs_and_tasks() -> None:
     assert ClusterSpec(spec) == spec
 
 
-def test_the_chief_comes_before_the_workers_and_nobody_else() -> None:
+def test_workers_are_the_chief_and_then_the_workers() -> None:
     assert ClusterSpec(CLUSTER).workers == (
         ("chief", 0, "a:1"),
         ("worker", 0, "b:1"),

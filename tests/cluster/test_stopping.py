@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replicax.cluster.stopping import StopRequest
 
 
-def test_one_alone_stops_when_it_is_asked() -> None:
+def test_a_single_worker_stops_at_once() -> None:
     stop = StopRequest(alone=True)
     assert not stop.reached(1)
     stop.requested = True
@@ -74,7 +74,7 @@ def test_sigterm_asks_once() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_handlers_are_put_back_unless_somebody_else_has_set_one() -> None:
+def test_sigterm_handlers_are_restored_unless_replaced() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def other(number: int, frame: object) -> None: ...

@@ -39,7 +39,7 @@ def test_numbers_of_any_kind() -> None:
     )
 
 
-def test_fields_are_given_by_name_and_stay() -> None:
+def test_fields_are_keyword_only_and_frozen() -> None:
     assert list(inspect.signature(rx.Timeouts).parameters) == NAMES
     with pytest.raises(TypeError, match="positional"):
         rx.Timeouts(60)

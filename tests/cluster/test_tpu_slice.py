@@ -220,7 +220,7 @@ def test_a_google_cloud_slice(serve: Callable[..., Server]) -> None:
     ("variables", "is_tpu_vm"),
     [({}, False), ({"TPU_SKIP_MDS_QUERY": "1"}, True), (gke(2, 0), True)],
 )
-def test_the_server_is_not_asked_in_vain(
+def test_the_metadata_server_is_not_asked_needlessly(
     variables: dict[str, str], is_tpu_vm: bool, serve: Callable[..., Server]
 ) -> None:
     server = serve(GCE)

@@ -182,7 +182,7 @@ def cut_the_cable(hosts: list[str], workers: list[Worker]) -> None:
 
 
 @pytest.mark.slow
-def test_two_hosts_meet_that_know_one_address(hosts: list[str], tmp_path: Path) -> None:
+def test_two_hosts_meet_at_one_known_address(hosts: list[str], tmp_path: Path) -> None:
     with started(hosts, tmp_path, one_address) as workers:
         cut_the_cable(hosts, workers)
         # Process 0 has learnt the address of the other one.
@@ -214,9 +214,7 @@ def test_the_cable_between_two_hosts_is_cut(hosts: list[str], tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_cable_that_is_put_back_in_time_costs_nothing(
-    hosts: list[str], tmp_path: Path
-) -> None:
+def test_a_short_cut_of_the_cable_is_survived(hosts: list[str], tmp_path: Path) -> None:
     with started(hosts, tmp_path) as workers:
         ip("-n", hosts[1], "link", "set", "eth0", "down")
         time.sleep(2.0)  # Less than `heartbeat`.
@@ -231,7 +229,7 @@ def test_a_cable_that_is_put_back_in_time_costs_nothing(
 
 
 @pytest.mark.slow
-def test_a_host_with_the_coordination_service_goes(
+def test_the_host_of_the_coordination_service_dies(
     hosts: list[str], tmp_path: Path
 ) -> None:
     """All its processes die at once. JAX itself ends who loses its service."""

@@ -74,7 +74,7 @@ def test_alone() -> None:
     assert workers_module.current().count == 1
 
 
-def test_all_get_the_values_of_all() -> None:
+def test_exchange_gathers_all_values() -> None:
     service = Service()
     cluster = cluster_of(3, service)
 
@@ -156,7 +156,7 @@ def as_script(worker: Workers, act: Callable[[], Any]) -> str:
     return "no error"
 
 
-def test_a_worker_that_went_on(watched: list[Workers]) -> None:
+def test_a_worker_that_skips_an_exchange(watched: list[Workers]) -> None:
     def script(worker: Workers) -> None:
         for _ in range(5 + worker.index):
             step(worker)

@@ -321,7 +321,7 @@ def test_layers_of_few_terms(taps, channels, served) -> None:
         assert_equal(*both(partial(conv, window_strides=strides), x, w))
 
 
-def test_programs_for_other_platforms_are_jaxs() -> None:
+def test_programs_for_other_platforms_are_left_to_jax() -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     for platform in ("tpu", "cuda"):
         assert "stablehlo.convolution" in lowered(depthwise, x, w, platform=platform)

@@ -220,7 +220,7 @@ def test_random_convolutions_under_strict_settings(cases, dtype, seed) -> None:
 # In programs of replicax only.
 
 
-def test_the_users_own_programs_are_jaxs() -> None:
+def test_programs_of_the_user_keep_the_rules_of_jax() -> None:
     """Before, during and after steps of a strategy; JAX's own rules are unchanged."""
     x, k = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     weights, stream = inputs(8)

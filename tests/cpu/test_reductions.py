@@ -78,7 +78,7 @@ def test_the_gradient_of_weights_over_steps_is_one_product():
     ],
     ids=["one_dimension", "not_leading", "in_another_order", "of_a_batch"],
 )
-def test_other_contractions_are_jaxs_own(f, shapes):
+def test_other_contractions_are_left_to_jax(f, shapes):
     x, y = (whole(shape, seed=i) for i, shape in enumerate(shapes))
     ours = lowered(f, x, y)
     products = re.compile("stablehlo.dot_general.*(?=loc|$)", re.M)
@@ -143,7 +143,7 @@ def test_only_long_sums_of_large_arrays_are_written(depth, rows, is_written):
     assert (WRITTEN in text) == is_written
 
 
-def test_sums_on_other_platforms_and_switched_off_are_jaxs_own(monkeypatch):
+def test_sums_elsewhere_and_switched_off_are_left_to_jax(monkeypatch):
     arguments = inputs(8)
     gradient = jax.grad(residual_stream)
     assert WRITTEN not in lowered(gradient, *arguments, platform="cuda")

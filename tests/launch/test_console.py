@@ -86,7 +86,7 @@ def test_prefixes_are_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert written([(NAMES[0], b"a\n")]) == b"\x1b[36mworker:0    | \x1b[0ma\n"
 
 
-def test_a_stream_that_breaks_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_stream_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     class Broken(io.BytesIO):
         def write(self, text: object) -> int:
             raise BrokenPipeError(32, "Broken pipe")
@@ -143,7 +143,7 @@ def test_the_display_stays_below_the_lines_of_a_terminal() -> None:
     assert "\x1b[1A" in text or "\x1b[2K" in text, "it is updated in place"
 
 
-def test_elsewhere_there_are_plain_lines_only() -> None:
+def test_plain_lines_without_a_terminal() -> None:
     process = subprocess.run(
         [sys.executable, "-c", DISPLAY],
         capture_output=True,

@@ -272,7 +272,7 @@ def test_ctrl_c_on_one_worker() -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_without_anybody_who_handles_it() -> None:
+def test_sigterm_without_a_handler() -> None:
     def terminate(cluster: Cluster) -> None:
         cluster.task("worker:1").terminate()
         cluster.task("worker:0").wait(timeout_seconds=LATEST_S)

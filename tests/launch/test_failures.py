@@ -18,7 +18,7 @@ def report(task: str, culprit: str | None = None, **fields) -> FailureReport:
     return FailureReport(task=task, culprit=culprit, **values)
 
 
-def test_of_a_long_traceback_the_scripts_own_line_and_the_end_are_shown() -> None:
+def test_a_long_traceback_is_shortened() -> None:
     text = "Epoch 1\nTraceback (most recent call last):\n" + "".join(
         f'  File "{i}.py", line {i}, in f\n    f{i}()\n' for i in range(20)
     )
@@ -49,7 +49,7 @@ def test_a_task_that_reports_itself_failed_first() -> None:
     assert not RestartPolicy(on_any=True).is_permanent(failure)
 
 
-def test_without_such_a_report_the_first_exit_counts() -> None:
+def test_the_first_exit_counts_without_a_report() -> None:
     reports = [
         report("worker:0", "worker:0", kind="preempted", exit_code=138),
         report("worker:2", "worker:1", kind="lost", exit_code=138),

@@ -53,7 +53,7 @@ def test_every_task_has_its_tf_config() -> None:
     assert parsed["evaluator:0"]["task"] == {"type": "evaluator", "index": 0}
 
 
-def test_ports_are_free_and_not_those_of_outgoing_connections() -> None:
+def test_ports_are_free_and_below_the_ephemeral_ones() -> None:
     ports = free_ports(50)
     assert len(set(ports)) == 50
     for port in ports:

@@ -131,7 +131,7 @@ def test_pods_get_their_place_in_the_cluster() -> None:
     }
 
 
-def test_index_stands_before_what_refers_to_it() -> None:
+def test_the_index_precedes_its_reference() -> None:
     document = jobset(TrainingJob(**BASE, num_workers=2))
     [(_, _, container, env), _] = pods(document)
     assert json.loads(env["TF_CONFIG"])["task"]["index"] == 0

@@ -92,7 +92,7 @@ def test_stdin_is_empty() -> None:
     assert cluster.raw["worker:0"] == b"''\n"
 
 
-def test_a_task_has_its_signals_though_this_process_ignores_them() -> None:
+def test_tasks_do_not_inherit_ignored_signals() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
@@ -155,7 +155,7 @@ def test_children_of_a_task_end_with_it(how: str) -> None:
     assert gone([child])
 
 
-def test_a_child_that_went_away_does_not_hold_the_output_for_ever() -> None:
+def test_a_detached_child_does_not_keep_the_output_open() -> None:
     with Cluster(CHILD.format(options="start_new_session=True", then="pass")) as c:
         try:
             assert c.wait_for_end() == {"worker:0": 0}
@@ -194,7 +194,7 @@ def test_an_exception_while_starting_leaves_nothing(
         process.stdout.close()
 
 
-def test_an_error_in_the_output_is_raised_where_one_waits() -> None:
+def test_an_error_of_on_output_is_raised_by_waits() -> None:
     def full(name: str, chunk: bytes) -> None:
         raise OSError(28, "No space left on device")
 

@@ -159,7 +159,7 @@ def test_a_custom_loop_for_cpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tpu_compiler")
-def test_a_step_with_a_jit_of_its_own(tmp_path: Path) -> None:
+def test_a_watched_step(tmp_path: Path) -> None:
     script, plan = tmp_path / "own.py", tmp_path / "plan.json"
     script.write_text(OWN_JIT)
     ended = replicax("plan", "--topology", "v5e:4x4", "--json", plan, script)

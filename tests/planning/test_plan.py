@@ -282,7 +282,7 @@ def test_a_step_that_does_not_train_is_an_error() -> None:
         rx.plan(strategy, model, (), topology="abacus:3")
 
 
-def test_a_watched_step_is_for_the_command() -> None:
+def test_rx_plan_refuses_a_watched_step() -> None:
     strategy = rx.MirroredStrategy(["cpu:0"])
 
     def train_step(state, x):

@@ -65,7 +65,7 @@ def test_only_the_time_of_the_training_counts(page) -> None:
     assert fits_of(page)[0].epochs[1].wall_s < 0.6
 
 
-def test_slow_input_is_seen(page) -> None:
+def test_slow_input_is_measured(page) -> None:
     def slow() -> Any:
         for _ in range(10):
             time.sleep(0.02)

@@ -108,7 +108,7 @@ def test_a_missing_package_raises_with_the_install_command(
 
 
 @pytest.mark.parametrize("callback", ["TensorBoard", "Report", "BackupAndRestore"])
-def test_a_copied_callback_is_one_of_its_own(callback: str, tmp_path: Path) -> None:
+def test_copied_callbacks_are_independent(callback: str, tmp_path: Path) -> None:
     """KerasTuner's trials train with deep copies."""
     make_callback: Any = {
         "TensorBoard": lambda: rx.callbacks.TensorBoard(tmp_path / "t", update_freq=1),

@@ -107,7 +107,7 @@ def test_a_task_that_fails() -> None:
     )
 
 
-def test_failures_can_be_looked_at() -> None:
+def test_check_false_returns_failures() -> None:
     results = run(fails_in_one, num_workers=2, deadline_seconds=60, check=False)
     assert results.exit_codes == {"worker:0": 0, "worker:1": 1}
     assert results.returned == {"worker:0": "fine", "worker:1": None}
@@ -128,7 +128,7 @@ def exits() -> None:
 
 
 @pytest.mark.slow
-def test_an_exit_code_and_a_value_that_cannot_travel() -> None:
+def test_an_exit_code_and_an_unpicklable_value() -> None:
     results = run(exits, num_workers=1, deadline_seconds=60, check=False)
     assert results["worker:0"].exit_code == 138
     match = r"returns_a_lock returned <.*lock.*cannot be pickled.* Return numbers"
@@ -160,7 +160,7 @@ def test_the_deadline_shows_outputs_and_stacks_of_all_threads() -> None:
         assert "in waits_for_ever" in stacks
 
 
-def test_the_deadline_comes_whatever_the_test_does() -> None:
+def test_the_deadline_kills_tasks_while_the_test_polls() -> None:
     start = time.monotonic()
     with Cluster(waits_for_ever, num_workers=2, args=["x"], deadline_seconds=3) as c:
         c.task("worker:0").stop()  # A frozen one has its stacks too.
@@ -180,7 +180,7 @@ def steps() -> int:
     return step
 
 
-def test_a_test_can_interfere() -> None:
+def test_a_test_freezes_and_kills_tasks() -> None:
     with Cluster(steps, num_workers=3, deadline_seconds=60) as cluster:
         tasks = [cluster.task(f"worker:{i}") for i in range(3)]
         for task in tasks:
@@ -211,7 +211,7 @@ def test_a_test_can_interfere() -> None:
 
 
 @pytest.mark.slow
-def test_waiting_in_vain() -> None:
+def test_waits_that_time_out() -> None:
     with Cluster(steps, num_workers=2, deadline_seconds=60) as cluster:
         first = cluster.task("worker:0")
         first.wait_for("step 1\n")
@@ -286,7 +286,7 @@ def test_arguments_of_scripts_are_strings(tmp_path: Path) -> None:
         Cluster(3, num_workers=1)
 
 
-def test_an_argument_that_cannot_travel() -> None:
+def test_an_unpicklable_argument() -> None:
     lock = threading.Lock()
     match = r"Cluster: args=\[1, <.*lock.*cannot be pickled.*lock.*Pass numbers"
     with pytest.raises(TypeError, match=match):

@@ -30,8 +30,8 @@ _log = logging.getLogger("replicax")
 def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
     """Return the host that a task binds to, so that the others can reach it.
 
-    None binds to all addresses of this machine, if the host resolves to none of them,
-    or only to loopback addresses although another machine must connect.
+    None means all addresses of this machine: the host resolves to none of them, or only
+    to loopback addresses, and another machine must connect.
     """
     local_ips = [ip for ip in _ips_of(own.host) if _is_of_this_machine(ip)]
     has_remote = any(x.host != own.host and not x.is_loopback for x in others)

@@ -88,8 +88,8 @@ class Workers:
     def new_stream(self, name: str) -> str:
         """Return a unique name for the exchanges of a stream of batches.
 
-        Streams must not share a name: workers may leave a stream after different
-        numbers of exchanges.
+        Workers may leave a stream after different numbers of exchanges, so streams must
+        not share a name.
         """
         self._num_streams += 1
         return f"{name} {self._num_streams}"

@@ -107,7 +107,7 @@ class Done:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WhileLoop:
-    """A loop that runs its parts `times` times: once if the trip count is unknown."""
+    """Parts that run `times` times: a loop, or once a call, branch or unknown loop."""
 
     times: int
     parts: "tuple[Part, ...]"
