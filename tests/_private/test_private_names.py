@@ -1,16 +1,17 @@
-"""Each private name of Keras and JAX that replicax uses exists, and accepts the calls.
+"""Each private name of Keras, JAX, Flax and Grain that replicax uses exists.
 
-`private_names` finds the names in the sources. A test fails for a name that is not in
-the table of owners below.
+Imports of private names fail when replicax is imported; the attributes are in the table
+of owners below.
 """
 
+import ast
 import functools
 import importlib
 import inspect
-import os
-import sys
+import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import flax.nnx
@@ -20,15 +21,10 @@ import keras
 import numpy as np
 import pytest
 from jax.interpreters import mlir
-from tests._private.private_names import (
-    Use,
-    attributes,
-    defined,
-    imported_names,
-    inherited,
-    sources,
-)
 
+import replicax
+import replicax_estimator
+import replicax_migrate
 from replicax._private.keras import UpdatesTogether
 from replicax._private.trainer import CALLBACK_STATE, is_made_by_keras
 
@@ -177,13 +173,9 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_batch_size": [grain_batches],
     "_get_parent_items_fn": [grain_batches],
     # Python.
-    "_exit": [lambda: os],
-    "_getframe": [lambda: sys],
-    "_current_frames": [lambda: sys],
-    "_fields": [lambda: inspect.FullArgSpec],
     "_replace": [lambda: inspect.FullArgSpec(*[()] * 7)],
 }
-"""The owners of each name with an underscore that replicax reads or replaces."""
+"""The owners of each name with an underscore that `_private` reads or replaces."""
 
 NEW = {"_is_excluded_from_weight_decay": (3, 16)}
 """The first version of Keras that has a name, if older supported ones lack it."""
@@ -208,145 +200,68 @@ PUBLIC_LOOKING: dict[Callable[[], Any], tuple[str, ...]] = {
 """Attributes without an underscore of private objects, which replicax uses."""
 
 
-def used(find: Callable[..., Any], *args: Any) -> dict[str, list[Use]]:
-    found: dict[str, list[Use]] = defaultdict(list)
-    for file, module in sources().items():
-        for use in find(file, module, *args):
-            found[use.name].append(use)
-    return dict(found)
+NAME = re.compile(r"_(?!replicax)[A-Za-z]\w*")
+MODULES = [replicax, replicax_estimator, replicax_migrate]
+FILES = [f for m in MODULES for f in Path(str(m.__file__)).parent.rglob("*.py")]
+PRIVATE = [file for file in FILES if "_private" in file.parts]
+OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_fields"}
 
 
-@pytest.fixture(scope="module")
-def used_attributes() -> dict[str, list[Use]]:
-    own = {name for module in sources().values() for name in defined(module)}
-    found = used(attributes, own)
-    for name, uses in used(inherited, own).items():
-        found.setdefault(name, []).extend(uses)
-    return found
+def attributes(file: Path) -> set[str]:
+    """The names of attributes with an underscore."""
+    return set(filter(NAME.fullmatch, _attributes(file)))
 
 
-def failures(
-    check: Callable[[str, list[Use]], None], found: dict[str, list[Use]]
-) -> list[str]:
-    """The errors of `check` for all names."""
-    errors = []
-    for name, uses in sorted(found.items()):
-        try:
-            check(name, uses)
-        except AssertionError as error:
-            errors.append(str(error))
-    return errors
+def _attributes(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self")) if file in PRIVATE:
+                continue
+            case ast.Attribute(attr=name):
+                yield name
+            case ast.Call(
+                func=ast.Name(id="getattr" | "setattr" | "hasattr" | "delattr"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ):
+                yield name
+            case ast.Constant(value=str(name)) if file in PRIVATE:
+                yield name
 
 
-def looked_up(path: str) -> Any:
-    """The object at a dotted path of modules and attributes."""
-    parts = path.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        for name in parts[end:]:
-            found = getattr(found, name)
-        return found
-    raise ModuleNotFoundError(path)
+def defined(file: Path) -> Iterator[str]:
+    """The names of functions, classes, values and attributes that a file defines."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                if isinstance(node.ctx, ast.Store):
+                    yield name
 
 
-def places(uses: list[Use]) -> str:
-    return ", ".join(sorted({f"src/replicax/{use.where}" for use in uses}))
+def test_the_table_has_all_private_names() -> None:
+    used = set[str]().union(*map(attributes, PRIVATE))
+    assert used == set(OWNERS) | set(ARGUMENTS)
 
 
-def require_callable_as_used(name: str, found: Any, uses: list[Use]) -> None:
-    try:
-        signature = inspect.signature(found)
-    except ValueError:
-        return  # A function in C++ has no signature.
-    for use in uses:
-        if use.call is not None:
-            number, keywords = use.call
-            try:
-                signature.bind(*[None] * number, **dict.fromkeys(keywords))
-            except TypeError as error:
-                raise AssertionError(
-                    f"{name}{signature} no longer takes the call in "
-                    f"src/replicax/{use.where}: {error}"
-                ) from error
+def test_private_names_are_used_in_one_folder() -> None:
+    own = {name for file in FILES for name in defined(file)} | OF_PYTHON
+    others = {str(f): attributes(f) - own for f in FILES if f not in PRIVATE}
+    assert {file: names for file, names in others.items() if names} == {}
 
 
-def require_import_as_used(path: str, uses: list[Use]) -> None:
-    try:
-        found = looked_up(path)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise AssertionError(
-            f"{path} is gone ({error}); used in {places(uses)}"
-        ) from error
-    if callable(found):
-        require_callable_as_used(path, found, uses)
+@pytest.mark.parametrize("name", OWNERS)
+def test_private_names_exist(name: str) -> None:
+    if NEW.get(name, VERSION) <= VERSION:
+        for owner in OWNERS[name]:
+            assert hasattr(owner(), name), f"{owner()!r} has no {name!r} any more"
 
 
-def test_imported_names_exist_and_accept_the_calls() -> None:
-    found = used(imported_names)
-    assert len(found) > 20
-    assert failures(require_import_as_used, found) == []
-
-
-def require_attribute_as_used(name: str, uses: list[Use]) -> None:
-    if name in ARGUMENTS:
-        assert f"{name}=" in inspect.getsource(inspect.unwrap(ARGUMENTS[name]))
-        return
-    assert name in OWNERS, (
-        f"{name!r} is new in {places(uses)}: say in OWNERS who has it, or use a public "
-        "name"
-    )
-    if name in NEW and NEW[name] > VERSION:
-        return
-    for owner in OWNERS[name]:
-        found = owner()
-        assert hasattr(found, name), (
-            f"{type(found).__name__} has no {name!r} any more; used in {places(uses)}"
-        )
-        if callable(getattr(found, name)):
-            require_callable_as_used(name, getattr(found, name), uses)
-
-
-ELSEWHERE = {
-    # A script of its own, in a process without this package.
-    "cluster/coordination_service.py": {"jaxlib._jax.get_distributed_runtime_service"},
-}
-"""Private names outside of `_private`, by file."""
-
-OF_PYTHON = {
-    "_exit",
-    "_getframe",
-    "_current_frames",
-    "_fields",
-    "_replace",
-}
-
-
-def test_private_names_are_used_in_one_folder(
-    used_attributes: dict[str, list[Use]],
-) -> None:
-    found = used(imported_names) | used_attributes
-    elsewhere = defaultdict(set)
-    for name in found.keys() - OF_PYTHON:
-        for use in found[name]:
-            file = use.where.partition(":")[0]
-            if not file.startswith("_private/"):
-                elsewhere[file].add(name)
-    assert elsewhere == ELSEWHERE
-
-
-def test_attributes_exist_and_accept_the_calls(
-    used_attributes: dict[str, list[Use]],
-) -> None:
-    assert failures(require_attribute_as_used, used_attributes) == []
-
-
-def test_all_names_of_the_table_are_used(
-    used_attributes: dict[str, list[Use]],
-) -> None:
-    assert set(OWNERS) | set(ARGUMENTS) <= set(used_attributes)
+def test_private_arguments_exist() -> None:
+    for name, function in ARGUMENTS.items():
+        assert f"{name}=" in inspect.getsource(inspect.unwrap(function))
 
 
 @pytest.mark.parametrize(
@@ -380,7 +295,7 @@ def test_callbacks_have_the_state_that_backups_save() -> None:
 
 
 def test_keys_of_keras_global_attributes() -> None:
-    state = looked_up("keras.src.backend.common.global_state")
+    state = importlib.import_module("keras.src.backend.common.global_state")
     with keras.StatelessScope() as scope:
         assert state.get_global_attribute("stateless_scope") is scope
     keras.Variable(0.0)

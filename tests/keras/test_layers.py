@@ -1,4 +1,4 @@
-"""Kinds of layers: those that mix examples, draw random numbers or have loops."""
+"""Batch normalization, whose statistics are of a replica's rows or of all rows."""
 
 import keras
 import numpy as np
@@ -94,42 +94,6 @@ def test_synchronized_batch_normalization_of_masked_steps(
         return fitted(model, (x, digits[1][:rows]))
 
     assert_same(outcome(work, 8), outcome(work, 1))
-
-
-class Masks(keras.Model):
-    """Predicts the dropout mask of each example."""
-
-    def __init__(self):
-        super().__init__()
-        self.dropout = layers.Dropout(0.5, seed=7)
-
-    def call(self, x):
-        return self.dropout(x, training=True)
-
-
-def test_dropout_differs_between_replicas_and_replays(outcome):
-    ones = np.ones((16, 64), "float32")
-
-    def work():
-        model = Masks()
-        return [model.predict(ones, batch_size=8, verbose=0) for _ in range(2)]
-
-    masks, later = outcome(work, 8)
-    rows = {tuple(row) for call in (masks, later) for row in call}
-    # 32 rows of 64 fair coins: equal by chance once in 2**55.
-    assert len(rows) == 32
-    assert 0.4 < (masks == 0).mean() < 0.6
-    for first, again in zip((masks, later), outcome(work, 8), strict=True):
-        np.testing.assert_array_equal(first, again)
-
-
-def test_first_replica_draws_as_one_device(outcome):
-    ones = np.ones((8, 64), "float32")
-    args = {"batch_size": 1, "verbose": 0}
-    plain = outcome(lambda: Masks().predict(ones, **args), 0)
-    np.testing.assert_array_equal(
-        outcome(lambda: Masks().predict(ones, **args), 1), plain
-    )
 
 
 def test_augmentation_that_was_made_outside_the_scope():

@@ -81,24 +81,6 @@ def test_devices_are_taken_as_given() -> None:
         assert variable.value.devices() == {jax.devices()[2]}, variable.path
 
 
-@pytest.mark.parametrize(
-    ("devices", "home"),
-    [
-        ([], None),
-        (["cpu:0", "cpu:0"], None),
-        (["cpu:99"], None),
-        ("cpu:0", None),
-        (["x"], None),
-        (None, "cpu:99"),
-        (None, "x"),
-        (None, ["cpu:0"]),
-    ],
-)
-def test_bad_devices_are_refused_by_name(devices: Any, home: Any) -> None:
-    with pytest.raises(rx.DeviceError, match=r"^CentralStorageStrategy: "):
-        rx.CentralStorageStrategy(devices, home)
-
-
 # Loops.
 
 

@@ -64,27 +64,6 @@ def test_loss_scale_skips_a_step_that_overflows_on_one_replica(digits) -> None:
     assert int(optimizer.iterations.value) == 2
 
 
-def test_evaluation_step_only_reads() -> None:
-    strategy = mirrored(2)
-    with strategy.scope():
-        model, accuracy = network(), keras.metrics.SparseCategoricalAccuracy()
-
-    def evaluate(x: Any, y: Any) -> Any:
-        logits = model(x, training=False)
-        accuracy.update_state(y, logits)
-        return logits
-
-    x, y = data()
-    ((batch),) = strategy.experimental_distribute_dataset((x, y), batch_size=len(x))
-    logits = strategy.gather(strategy.run(evaluate, batch), axis=0)
-    expected = np.asarray(model(x))
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(
-        float(accuracy.result()), np.mean(expected.argmax(-1) == y), rtol=1e-6
-    )
-    assert len(list(strategy.runner.programs)[-1].written) == 2
-
-
 @pytest.mark.parametrize("with_tape", [True, False])
 def test_losses_that_layers_add_count(with_tape: bool) -> None:
     strategy = mirrored(2)

@@ -46,14 +46,18 @@ def test_everything_is_on_the_device() -> None:
     np.testing.assert_array_equal(strategy.gather(out, 0), [2.0, 3.0])
 
 
+BAD = [[], ["cpu:0", "cpu:0"], "cpu:0", ["x"], ["cpu:99"]]
+
+
 @pytest.mark.parametrize(
-    ("make", "devices"),
+    ("make", "args"),
     [
-        *((rx.MirroredStrategy, x) for x in ([], ["cpu:0", "cpu:0"], "cpu:0", ["x"])),
-        (rx.MirroredStrategy, ["cpu:99"]),
-        *((rx.OneDeviceStrategy, x) for x in ("cpu:99", "x", None, ["cpu:0"])),
+        *((rx.MirroredStrategy, (x,)) for x in BAD),
+        *((rx.CentralStorageStrategy, (x,)) for x in BAD),
+        *((rx.CentralStorageStrategy, (None, x)) for x in ("cpu:99", "x", ["cpu:0"])),
+        *((rx.OneDeviceStrategy, (x,)) for x in ("cpu:99", "x", None, ["cpu:0"])),
     ],
 )
-def test_bad_devices_are_refused_by_name(make: Any, devices: Any) -> None:
+def test_bad_devices_are_refused_by_name(make: Any, args: Any) -> None:
     with pytest.raises(rx.DeviceError, match=rf"^{make.__name__}: "):
-        make(devices)
+        make(*args)
