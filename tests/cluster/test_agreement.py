@@ -88,35 +88,3 @@ def test_each_difference_is_named_on_all_workers() -> None:
     assert "the compiled program (its digest)" in texts["constant"]
     assert "versions, keras is" in texts["versions"]
     assert "'2.0' on worker:1" in texts["versions"]
-
-
-def go_on_with_another_batch() -> None:
-    import replicax as rx
-
-    strategy = rx.MultiWorkerMirroredStrategy(
-        timeouts=rx.Timeouts(step=20, heartbeat=5)
-    )
-
-    def mean(x):
-        return rx.get_replica_context().all_reduce("mean", x.mean())
-
-    for step in range(4):
-        is_wrong = strategy.task_id == 1 and step == 2
-        strategy.run(mean, args=(np.ones(3 if is_wrong else 4, "float32"),))
-
-
-@pytest.mark.slow
-def test_one_worker_has_the_program_already() -> None:
-    start = time.monotonic()
-    results = run(
-        go_on_with_another_batch, num_workers=2, deadline_seconds=140, check=False
-    )
-    assert time.monotonic() - start < 60
-    for result in results.values():
-        assert result.exit_code == 1, result.output
-        assert result.report is not None
-        assert (result.report.kind, result.report.culprit) == ("mismatch", "worker:1")
-        assert "waits in the agreement on the program of run(" in result.output
-        assert "went on to step 3 without it" in result.output
-        assert "with batches of equal shapes" in result.output
-        assert "ClusterMismatchError" in result.output

@@ -257,21 +257,6 @@ def test_a_call_under_is_chief() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_one_worker() -> None:
-    def interrupt(cluster: Cluster) -> None:
-        cluster.task("worker:1").signal(signal.SIGINT)
-        cluster.task("worker:1").wait(timeout_seconds=LATEST_S)
-        cluster.task("worker:0").wait(timeout_seconds=LATEST_S)
-
-    for result in interrupted(interrupt).values():
-        assert result.exit_code == 130, result.output
-        report = report_of(result)
-        assert (report.kind, report.culprit) == ("interrupted", "worker:1")
-        assert report.message.startswith("worker:1: interrupted, at ")
-        assert report.message.endswith(" in train (KeyboardInterrupt).")
-
-
-@pytest.mark.slow
 def test_sigterm_without_a_handler() -> None:
     def terminate(cluster: Cluster) -> None:
         cluster.task("worker:1").terminate()
