@@ -8,9 +8,8 @@ from replicax.planning.cards import CARDS
 from replicax.planning.rates import CHIPS
 from replicax.planning.topology import (
     check_topology,
+    described_chip,
     find_topology,
-    needs_cuda,
-    needs_libtpu,
     num_cpu_devices,
 )
 
@@ -132,10 +131,9 @@ def test_bandwidths_of_the_user_replace_the_published_ones() -> None:
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_cards_need_only_the_cuda_compiler(card: str) -> None:
+def test_kinds_of_described_devices(card: str) -> None:
     for shape in ("1", "8", "2x4", "128x8"):
         check_topology(f"{card}:{shape}")
-        assert needs_cuda(f"{card}:{shape}")
-        assert not needs_libtpu(f"{card}:{shape}")
-    assert not needs_cuda("v5e:2x4")
-    assert not needs_cuda("gpu:4")
+        assert described_chip(f"{card}:{shape}") is CARDS[card]
+    assert described_chip("v5e:2x4") is CHIPS["v5e"]
+    assert described_chip("gpu:4") is None

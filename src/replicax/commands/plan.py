@@ -111,15 +111,17 @@ def _require_matplotlib(figure: Path | None) -> None:
 
 
 def _environment(topology: str) -> dict[str, str]:
-    from replicax.planning.topology import needs_cuda, needs_libtpu  # Imports JAX.
+    from replicax.planning.cards import Card  # Imports JAX.
+    from replicax.planning.topology import described_chip
 
     environment = dict(os.environ)
     if not topology.startswith("gpu:"):
         environment["JAX_PLATFORMS"] = "cpu"
     try:
-        if needs_cuda(topology):
+        chip = described_chip(topology)
+        if isinstance(chip, Card):
             compiler.require_cuda(topology)
-        if needs_libtpu(topology):
+        elif chip is not None:
             environment["TPU_SKIP_MDS_QUERY"] = "1"
             environment[compiler.LIBRARY_PATH] = str(compiler.require_libtpu(topology))
     except ImportError as error:

@@ -19,9 +19,8 @@ from replicax.planning.rates import CHIPS, Chip, Rates, measure_rates
 __all__ = [
     "DeviceTopology",
     "check_topology",
+    "described_chip",
     "find_topology",
-    "needs_cuda",
-    "needs_libtpu",
     "num_cpu_devices",
 ]
 
@@ -146,8 +145,8 @@ def check_topology(name: str, num_slices: int = 1, **bandwidths: float | None) -
     """Raise for an unknown topology or a wrong option, without finding devices."""
     if not isinstance(num_slices, int) or num_slices < 1:
         raise DeviceError(f"plan: num_slices must be at least 1; got {num_slices!r}.")
-    local = _LOCAL.fullmatch(name) is not None
-    chip = None if local else _parsed(name)[0]
+    chip = described_chip(name)
+    local = chip is None
     if num_slices > 1 and not isinstance(chip, Chip):
         kind = "devices of this machine" if local else "GPUs, as in h100:4x8"
         raise DeviceError(
@@ -165,14 +164,9 @@ def check_topology(name: str, num_slices: int = 1, **bandwidths: float | None) -
             )
 
 
-def needs_libtpu(name: str) -> bool:
-    """Whether a topology has TPUs."""
-    return _LOCAL.fullmatch(name) is None and isinstance(_parsed(name)[0], Chip)
-
-
-def needs_cuda(name: str) -> bool:
-    """Whether a topology has described GPUs."""
-    return _LOCAL.fullmatch(name) is None and isinstance(_parsed(name)[0], Card)
+def described_chip(name: str) -> Chip | Card | None:
+    """The kind of TPU or GPU of a topology; None for devices of this machine."""
+    return None if _LOCAL.fullmatch(name) else _parsed(name)[0]
 
 
 def num_cpu_devices(name: str) -> int | None:
