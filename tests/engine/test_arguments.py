@@ -1,4 +1,4 @@
-"""What becomes of the arguments of `run`: split, given to all, or compiled in."""
+"""Arguments of `run`: split, replicated, or compiled in as constants."""
 
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ def test_kinds() -> None:
     kinds, arrays = kinds_of(row, {"b": 1, "a": 2.5}, [np.ones(2), jnp.ones(2)], k=1j)
     assert kinds == [Kind.PER_REPLICA] + [Kind.MIRRORED] * 5
     assert arrays[0] is row.array
-    assert arrays[1:3] == [2.5, 1]  # Dictionaries go by key.
+    assert arrays[1:3] == [2.5, 1]  # Dictionaries are sorted by key.
     kinds, arrays = kinds_of(
         True, "text", None, object(), np.float32(1), np.bool_(True)
     )
@@ -201,8 +201,8 @@ def test_a_sharded_argument_goes_whole_to_every_replica_with_a_warning(caplog) -
 
 
 def test_arguments_of_another_strategys_devices() -> None:
-    made = rx.MirroredStrategy(["cpu:4", "cpu:5"]).run(lambda x: x, (np.float32(3),))
-    assert values_of(mirrored(2).run(lambda x: x + 1, (made,))) == (4.0, 4.0)
+    three = rx.MirroredStrategy(["cpu:4", "cpu:5"]).run(lambda x: x, (np.float32(3),))
+    assert values_of(mirrored(2).run(lambda x: x + 1, (three,))) == (4.0, 4.0)
 
 
 @pytest.mark.parametrize("num_values", [1, 3, 4])
@@ -251,7 +251,7 @@ def test_a_repeated_call_is_not_flattened_leaf_by_leaf(strategy: rx.Strategy) ->
     flatten(state(1.0))
     assert num_placed == before
 
-    # Another place, another kind and an uneven batch are not such calls.
+    # Calls with other places or kinds, and uneven batches, are flattened anew.
     elsewhere = jax.device_put(state(2.0), jax.devices()[3])
     assert flatten(elsewhere).arrays[0].sharding == mirrored_sharding
     rows = jax.device_put(jnp.arange(4.0).reshape(2, 2), strategy.group.per_replica)

@@ -34,7 +34,7 @@ def listener() -> None:
 
 
 class Count:
-    """Compilations of replica programs since it was made."""
+    """Counts the compilations of replica programs since it was created."""
 
     def __init__(self) -> None:
         self._before = len(_compilations)
@@ -151,7 +151,7 @@ def test_changing_numbers_do_not_compile_again(strategy) -> None:
         np.testing.assert_allclose(np.asarray(out), i + 0.5j * i * i)
     for i in range(4):
         strategy.run(fn, (np.int32(i), np.float32(i)), {"c": np.complex64(i)})
-    # Python numbers promote other than NumPy's: one program each.
+    # Python numbers have other promotion rules than NumPy's, so a program of their own.
     assert sizes(strategy) == [1, 1]
 
 
@@ -214,7 +214,7 @@ def test_changing_closed_over_values_compile_again(strategy) -> None:
     assert sizes(strategy) == [1] * 4
 
 
-def test_changed_global_of_a_cell_is_seen_when_the_closure_is_rebound(strategy) -> None:
+def test_a_closed_over_value_that_is_assigned_again_compiles_again(strategy) -> None:
     scale = 2.0
 
     def fn(x: Any) -> Any:
@@ -245,7 +245,7 @@ for _ in range(2):
 
 
 def test_a_cell_of_a_notebook_that_runs_again_has_its_own_variables(strategy) -> None:
-    # The code and the module are the same, and the names stand for other objects.
+    # Code and module are the same, but the names refer to other objects.
     namespace = {"strategy": strategy, "rate": 1.0}
     code = compile(CELL, "<cell>", "exec")
     exec(code, namespace)
@@ -269,7 +269,7 @@ def test_a_global_that_is_assigned_later_compiles_again(strategy) -> None:
         assert values_of(out)[0] == (value or 1.0)
 
 
-def test_what_functions_call_each_other_with_ends() -> None:
+def test_keys_of_functions_that_call_each_other() -> None:
     namespace: dict[str, Any] = {}
     exec("def f(): return g()\ndef g(): return f() + [x for x in y]", namespace)
     key = function_key(namespace["f"])
@@ -297,7 +297,7 @@ def test_functions_that_have_run_can_be_wrapped_and_pickled(strategy) -> None:
     assert values_of(strategy.run(other, (1.0,)))[0] == 20.0
 
 
-def test_equal_but_different_plain_values_are_told_apart(strategy) -> None:
+def test_constants_of_other_types_have_programs_of_their_own(strategy) -> None:
     seen = []
 
     def fn(flag: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Arrays that JAX takes apart: in datasets, as arguments and results of `run`."""
+"""Composite arrays in datasets, and as arguments and results of `run`."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ NUMBERS = np.arange(21, dtype="float32")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Quantised:
-    """As a user writes one: numbers and their scale."""
+    """A user's composite array: numbers and their scale."""
 
     numbers: Any
     scale: Any
@@ -38,7 +38,7 @@ class Quantised:
 
 @jax.tree_util.register_pytree_node_class
 class Variable:
-    """As Flax' `nnx.Variable`: a node around one array, which it looks like."""
+    """Like Flax' `nnx.Variable`: a node around one array, with its attributes."""
 
     def __init__(self, value):
         self.value = value
@@ -91,7 +91,7 @@ def test_datasets_cut_rows(kind, remainder):
 
 
 class SparseTensorValue(NamedTuple):
-    """As a `tf.data.Dataset` gives sparse tensors where it gives NumPy arrays."""
+    """A sparse tensor, as `tf.data.Dataset.as_numpy_iterator` yields it."""
 
     indices: np.ndarray
     values: np.ndarray
@@ -188,7 +188,7 @@ def test_values_of_replicas_are_dense(use):
 
 
 def test_values_from_a_function():
-    """Replicas have another number of entries each."""
+    """The replicas' sparse arrays have different numbers of entries."""
     strategy = mirrored(4)
     value = strategy.experimental_distribute_values_from_function(
         lambda context: scipy.sparse.csr_array(

@@ -29,9 +29,9 @@ def test_device_strings(name) -> None:
     assert resolve_devices([name], "test") == [jax.devices()[3]]
 
 
-def test_jax_devices_are_taken_as_they_are() -> None:
-    found = resolve_devices([jax.devices()[2], "cpu:0"], "test")
-    assert [device_name(d) for d in found] == ["cpu:2", "cpu:0"]
+def test_jax_devices_are_accepted() -> None:
+    resolved = resolve_devices([jax.devices()[2], "cpu:0"], "test")
+    assert [device_name(d) for d in resolved] == ["cpu:2", "cpu:0"]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_absent_devices() -> None:
         assert "set_logical_devices" not in str(error.value)
 
 
-def test_lists_that_make_no_strategy() -> None:
+def test_invalid_lists_of_devices() -> None:
     with pytest.raises(rx.DeviceError, match=r"test: devices is empty.*cpu:0"):
         resolve_devices([], "test")
     with pytest.raises(rx.DeviceError, match=r"cpu:1 appears more than once.*'/cpu:1'"):
@@ -87,7 +87,7 @@ def test_set_logical_devices_comes_too_late() -> None:
 
 
 def python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a new interpreter."""
     environ = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""Results of `run`: arrays where all replicas have the same, else `PerReplica`s."""
+"""Results of `run`: arrays if they are equal on all replicas, else `PerReplica`s."""
 
 import dataclasses
 from collections.abc import Callable
@@ -129,14 +129,14 @@ def test_sums_and_gathers_count_each_replica_with_examples(strategy) -> None:
     assert (seen, batches) == (10, data.sum())
 
 
-def test_a_sum_of_what_no_replica_holds_is_refused() -> None:
+def test_a_sum_of_an_array_that_no_run_returned_is_refused() -> None:
     strategy = mirrored(2)
     for value in (3.0, np.ones(2), jnp.ones(2)):
         with pytest.raises(ValueError, match="is no result of run"):
             strategy.reduce("sum", value)
 
 
-def test_a_state_goes_round_without_a_copy_or_another_program(strategy) -> None:
+def test_a_returned_state_needs_neither_a_copy_nor_another_program(strategy) -> None:
     def step(state: Any, x: Any) -> Any:
         grads = rx.get_replica_context().all_reduce("mean", x - state["w"])
         return {"w": state["w"] + 0.5 * grads, "step": state["step"] + 1}

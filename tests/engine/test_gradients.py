@@ -143,7 +143,7 @@ def test_two_tapes_of_a_gan_each_differentiate_their_own_loss(strategy) -> None:
     )
 
 
-def test_persistent_tape_answers_again_and_a_plain_one_does_not(strategy) -> None:
+def test_only_a_persistent_tape_has_a_second_gradient(strategy) -> None:
     w = variable(3.0, strategy)
 
     def step(persistent: bool) -> Any:
@@ -317,7 +317,7 @@ def test_unconnected_sources_give_none_or_zeros(strategy) -> None:
     np.testing.assert_array_equal(zeros[1], [0.0, 0.0])
 
 
-def test_unknown_answer_to_unconnected_sources_is_refused(strategy) -> None:
+def test_unknown_unconnected_gradients_are_refused(strategy) -> None:
     w = variable(3.0, strategy)
 
     def step() -> Any:

@@ -1,4 +1,4 @@
-"""Small arrays that are summed over CPU replicas as one."""
+"""Small arrays, which CPU replicas sum as one joined array."""
 
 import re
 from typing import Any
@@ -24,7 +24,7 @@ def axis_of(*devices: str) -> ReplicaAxis:
 
 
 def both_ways(arrays: list[Any], axis: ReplicaAxis) -> tuple[list[Any], list[Any], str]:
-    """The joined sums, JAX's own, and the program of the former."""
+    """The joined sums, JAX's separate sums, and the program of the joined sums."""
     mesh = Mesh(np.array(jax.devices()[: axis.size]), ("replica",))
 
     def spread(fn):
@@ -54,7 +54,7 @@ def messages(text: str) -> int:
     dtypes=st.lists(st.sampled_from(["float32", "int32", "bfloat16"]), min_size=6),
 )
 def test_sums_are_those_of_jax(shapes, dtypes) -> None:
-    """Each element is added alone, wherever it lies: equal to the bit."""
+    """Joining changes no element's order of additions: sums are equal bit by bit."""
     rng = np.random.default_rng(0)
     arrays = [
         jnp.asarray(rng.integers(-9, 9, (2, *shape)), dtype)
@@ -79,14 +79,14 @@ def test_small_arrays_of_one_dtype_are_one_message() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu", "tpu"])
-def test_other_devices_get_the_arrays_as_they_are(name) -> None:
+def test_arrays_are_not_joined_on_other_devices(name) -> None:
     arrays = [np.ones((2, 3), "float32")] * 3
     _, _, text = both_ways(arrays, axis_of(f"{name}:0", f"worker/1/{name}:0"))
     assert messages(text) == 3
 
 
-def test_replicas_on_several_devices_each_keep_theirs() -> None:
-    """Their arrays may lie in parts, which joining would gather."""
+def test_arrays_of_replicas_on_several_devices_are_not_joined() -> None:
+    """These arrays may be sharded, and joining would gather them."""
     assert not axis_of("cpu:0+cpu:1", "cpu:2+cpu:3").joined_bytes
     assert axis_of("worker/0/cpu:0", "worker/1/cpu:0").joined_bytes > (
         axis_of("cpu:0", "cpu:1").joined_bytes

@@ -1,4 +1,4 @@
-"""Labels of variables: alike in all tasks, and gone with their variables."""
+"""Labels of variables, which are freed with their variables."""
 
 import gc
 
@@ -9,11 +9,11 @@ from replicax.engine.labels import Labels
 
 def test_equal_paths_are_numbered_in_order():
     labels = Labels()
-    made = [keras.Variable([1.0], name="v") for _ in range(3)]
-    for variable in made:
+    variables = [keras.Variable([1.0], name="v") for _ in range(3)]
+    for variable in variables:
         labels.add(variable)
-    assert [labels.of(v) for v in made] == [("v", 0), ("v", 1), ("v", 2)]
-    assert labels.find(("v", 1)) is made[1]
+    assert [labels.of(v) for v in variables] == [("v", 0), ("v", 1), ("v", 2)]
+    assert labels.find(("v", 1)) is variables[1]
     assert labels.find(("w", 0)) is None
 
 

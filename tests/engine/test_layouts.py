@@ -1,4 +1,4 @@
-"""Which variables lie in blocks between steps, and along which dimension."""
+"""Which variables are sharded between steps, and along which dimension."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def layouts(num: int = 4, **options: Any) -> Layouts:
 def test_dimension(shape: tuple[int, ...], spec: P) -> None:
     rule = layouts(split_slots=True)
     assert rule.of_slot("w", shape, "none") == spec
-    # A weight is divided only where weights are in blocks, its update always.
+    # A weight is sharded only with `split_weights`; its update always is.
     weight = keras.Variable(keras.ops.zeros(shape))
     assert rule.of(weight) == P()
     assert layouts(split_slots=True, split_weights=True).of(weight) == spec
@@ -52,7 +52,7 @@ def test_variables_of_each_replica_are_whole(aggregation: str) -> None:
     assert rule.of_slot("w", (64, 64), aggregation) == P()
 
 
-def test_of_the_first_replica_alone() -> None:
+def test_variables_of_the_first_replica_are_sharded() -> None:
     rule = layouts(split_slots=True, split_weights=True)
     assert rule.of_slot("w", (64, 64), "only_first_replica") == P("replica", None)
 
@@ -71,7 +71,7 @@ def test_nothing_is_split(options: Any) -> None:
     assert rule.dim_of_update(keras.Variable(keras.ops.zeros((64, 64)))) is None
 
 
-def test_a_slot_lies_as_slots_do() -> None:
+def test_a_variable_with_a_reference_is_a_slot() -> None:
     rule = layouts(split_slots=True)
     slot = keras.Variable(keras.ops.zeros((64, 64)))
     assert rule.of(slot) == P()
@@ -84,7 +84,7 @@ def test_split_over_two_axes() -> None:
         split_slots=True,
         of_path=lambda path, shape: P(None, "model") if path == "wide" else P(),
     )
-    # The largest dimension is taken already.
+    # The largest dimension is split over "model" already.
     assert rule.of_slot("wide", (64, 256), "none") == P("replica", "model")
     assert rule.of_slot("other", (64, 256), "none") == P(None, "replica")
     assert rule.of_slot("wide", (2, 2048), "none") == P(None, "model")
@@ -111,7 +111,7 @@ def test_blocks_are_equal_and_the_largest_possible(
     assert bool(split) == (bool(divisible) and size >= 1024)
 
 
-def test_a_slot_has_its_weight_s_dimension() -> None:
+def test_slots_are_split_like_their_weights() -> None:
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], shard_update=True)
     with strategy.scope():
         layer = keras.layers.Dense(64)

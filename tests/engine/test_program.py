@@ -190,7 +190,7 @@ def test_two_variables_that_share_an_array(strategy) -> None:
 
 
 def test_part_of_a_variable_as_argument(strategy) -> None:
-    """One device's copy, which is the same memory."""
+    """The argument is one device's copy, and so shares the variable's memory."""
     with strategy.scope():
         w = keras.Variable([1.0, 2.0])
 
@@ -369,7 +369,7 @@ def _in_branch(v: keras.Variable) -> None:
 
 
 def _whatever_the_branch(v: keras.Variable) -> None:
-    new = jnp.array(1.0)  # Of the step: JAX would not notice.
+    new = jnp.array(1.0)  # Created outside the branch: JAX would not raise.
     jax.lax.cond(jnp.array(False), lambda: v.assign(new), lambda: v.value)
 
 
@@ -394,14 +394,14 @@ def test_variables_are_not_assigned_inside_inner_functions(strategy, step) -> No
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5, 7, 8])
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
-def test_shares_of_a_sum_lose_nothing(num_replicas: int, dtype: str) -> None:
+def test_summands_of_a_sum_are_exact(num_replicas: int, dtype: str) -> None:
     strategy = mirrored(num_replicas)
     start = np.array([0, 1, 59999.25, 16777215, 1e-8, 1 / 3]).astype(dtype)
     with strategy.scope():
         total = keras.Variable(start, dtype=dtype, aggregation="sum")
     for _ in range(10):
         strategy.run(lambda: total.assign(total * 1))
-    # Shares and sums are exact, so not even rounding may change the value.
+    # Summands and sums are exact: no rounding may change the value.
     np.testing.assert_array_equal(total.numpy(), start)
 
 
@@ -428,7 +428,7 @@ def test_metrics_may_be_reset_and_decay_inside_a_step(num_replicas: int) -> None
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_sum_that_is_not_finite_stays_what_it_is(strategy, value: float) -> None:
+def test_a_sum_that_is_not_finite_is_kept(strategy, value: float) -> None:
     with strategy.scope():
         total = keras.Variable(value, aggregation="sum")
     strategy.run(lambda: total.assign_add(1.0))

@@ -15,7 +15,7 @@ import replicax as rx
 
 
 class Trainer:
-    """Trains a model of its own, as a script does for each fold of its data."""
+    """Trains its own model, as a script does for each fold of its data."""
 
     def __init__(self, strategy: rx.Strategy) -> None:
         with strategy.scope():
@@ -53,7 +53,7 @@ def step_of(kind: str, strategy: rx.Strategy) -> tuple[Any, Trainer]:
 
 @pytest.mark.parametrize("kind", ["method", "closure", "global"])
 def test_models_one_after_another_are_freed(kind: str) -> None:
-    """The last one may be remembered by the function that has it as a global."""
+    """The function that reads a global keeps its last value alive."""
     strategy, refs = mirrored(2), []
     count = keras.metrics.Mean()  # Lives on.
     for _ in range(4):

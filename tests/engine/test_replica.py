@@ -1,4 +1,4 @@
-"""What a replica sees of the others: the replica context and its collectives."""
+"""The replica context and its collectives."""
 
 from typing import Any
 
@@ -214,9 +214,7 @@ def test_all_reduce_of_any_shape(num_replicas, shape, op) -> None:
         np.testing.assert_allclose(shard.data, want, rtol=1e-5, atol=1e-5)
 
 
-def test_gradient_through_all_reduce_is_that_of_this_replicas_part(strategy) -> None:
-    """Each replica asks what its own input does to the sum of all losses."""
-
+def test_gradient_through_all_reduce_is_that_of_the_sum_of_all_losses(strategy) -> None:
     def fn(x: Any) -> Any:
         def loss(x: Any) -> Any:
             return rx.get_replica_context().all_reduce("sum", x * x)
@@ -311,7 +309,7 @@ def test_use_of_a_kept_context_is_refused(strategy) -> None:
             strategy.run(use)
 
 
-def test_no_context_is_false_and_shows_its_protocols() -> None:
+def test_the_missing_context_is_false() -> None:
     nothing = rx.get_replica_context()
     assert not nothing
     assert not hasattr(nothing, "__len__")

@@ -1,4 +1,4 @@
-"""Scopes: nesting, threads and what is left after an error."""
+"""Scopes: nesting, threads and errors."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ import replicax as rx
 from replicax.engine.scope import current_context, current_strategy
 
 
-def test_what_the_scope_tells() -> None:
+def test_functions_that_query_the_scope() -> None:
     strategy = mirrored(2)
     default = rx.get_strategy()
     assert default is rx.get_strategy()
@@ -167,13 +167,15 @@ def test_run_inside_a_transformation_is_refused() -> None:
 
         with pytest.raises(rx.ContextError, match="inside a JAX transformation"):
             jax.jit(lambda: strategy.run(step))()
-        strategy.run(step)  # The program is there; the next round finds it.
+        strategy.run(
+            step
+        )  # Compiles the program, which the next iteration finds in the cache.
     assert float(w.value) == 3.0
     with pytest.raises(rx.ContextError, match=r"inside a JAX transformation.*jax\.jit"):
         jax.grad(lambda x: strategy.run(lambda x: x, (x,)).array.sum())(1.0)
 
 
-def test_variables_know_where_they_were_made() -> None:
+def test_variables_from_outside_the_scope_are_refused() -> None:
     two, other = mirrored(2), mirrored(2)
     outside = keras.Variable(1.0, name="outside")
     with other.scope():

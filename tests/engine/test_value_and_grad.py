@@ -1,4 +1,4 @@
-"""`value_and_grad`, and what both ways to a gradient have in common."""
+"""`value_and_grad`, and properties that it shares with `GradientTape`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def functional_step(model: keras.Model) -> Callable[..., Any]:
 
 
 def flops(strategy: rx.Strategy, step: Callable[..., Any], args: Any) -> float:
-    """Of the compiled program."""
+    """FLOPs of the compiled program."""
     strategy.run(step, args)
     program = list(strategy.runner.programs)[-1]
     lowered = program.lower([v.value for v in program.inputs], args)

@@ -1,4 +1,4 @@
-"""`PerReplica`: conversions, pytree, and what it shows."""
+"""`PerReplica`: conversions, pytree, repr, and errors when used as an array."""
 
 import operator
 
@@ -104,7 +104,7 @@ AS_AN_ARRAY = {
 
 
 @pytest.mark.parametrize("use", AS_AN_ARRAY.values(), ids=AS_AN_ARRAY.keys())
-def test_what_wants_an_array_is_told_what_to_do(use) -> None:
+def test_use_as_an_array_raises_an_error_with_the_remedy(use) -> None:
     value = rx.PerReplica(jnp.ones((2, 2, 3)))
     with pytest.raises(TypeError, match=r"strategy\.(run|reduce).*values\[i\]"):
         use(value)
@@ -147,7 +147,7 @@ def test_the_value_of_one_replica_has_the_attributes_of_arrays(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["shape", "dtype", "numpy", "item", "mean", "T"])
-def test_attributes_of_arrays_are_not_there_and_say_why(name) -> None:
+def test_attributes_of_arrays_raise_an_error_with_the_remedy(name) -> None:
     value = rx.PerReplica(ONES)
     assert not hasattr(value, name)
     with pytest.raises(AttributeError, match=rf"value\.{name}.*strategy\.run"):
@@ -174,7 +174,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES.keys())
-def test_models_are_called_with_values_and_not_with_all_of_them(make) -> None:
+def test_models_are_called_with_one_value(make) -> None:
     strategy = make()
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -184,7 +184,7 @@ def test_models_are_called_with_values_and_not_with_all_of_them(make) -> None:
     )
     with pytest.raises(TypeError, match=r"PerReplica of \d values.*strategy\.run"):
         model(batch)
-    # In cross-replica context a mirrored variable is whatever the value needs.
+    # Outside a replica function, JAX uses the variable's copy on the value's device.
     out = [np.asarray(model(value)) for value in batch.values]
     inside = strategy.run(model, (batch,))
     np.testing.assert_allclose(out, np.asarray(inside), rtol=1e-5)
@@ -195,7 +195,7 @@ def test_models_are_called_with_values_and_not_with_all_of_them(make) -> None:
     assert float(metric.result()) == pytest.approx(np.mean(out[-1] - out[0]), rel=1e-4)
 
 
-def test_values_mix_with_arrays_elsewhere() -> None:
+def test_values_mix_with_arrays_on_other_devices() -> None:
     value = mirrored(3).run(lambda: rx.get_replica_context().replica_id_in_sync_group)
     first, second, third = value.values
     assert int(first + second * third) == 2

@@ -1,4 +1,4 @@
-"""64-bit integers that JAX would change without a word."""
+"""64-bit integers of which JAX would silently drop bits."""
 
 import warnings
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def _run(strategy: rx.Strategy, ids: np.ndarray) -> None:
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("use", [_fit, _distribute, _values, _run])
-def test_what_32_bits_do_not_hold_is_told(
+def test_values_beyond_32_bits_warn(
     use: Callable[[rx.Strategy, np.ndarray], Any], num_replicas: int
 ) -> None:
     strategy = mirrored(num_replicas)
@@ -55,7 +55,7 @@ def test_with_64_bits_nothing_is_lost() -> None:
     strategy = mirrored(2)
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        # Of this thread alone, so without another one that reads ahead.
+        # `enable_x64` is a setting of this thread, so no other thread may prefetch.
         (batch,) = strategy.experimental_distribute_dataset(
             WIDE, batch_size=4, prefetch=0
         )

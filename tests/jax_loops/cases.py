@@ -1,4 +1,4 @@
-"""Steps as JAX users write them, each for one device and for replicas at once.
+"""Steps as JAX users write them, each for one device and for replicas.
 
 A case's step computes with `replicas`: on one device its methods return their argument,
 in `strategy.run` they are replicax'. So one device runs plain JAX, Flax and Optax.
@@ -36,7 +36,7 @@ SEVERAL = ALL[1:]
 
 
 class Replicas(Protocol):
-    """What a step knows of the replicas."""
+    """The operations over replicas that steps call."""
 
     def mean(self, tree: Any) -> Any:
         """The mean over the replicas."""
@@ -58,7 +58,7 @@ class Replicas(Protocol):
         """A random key of this replica."""
 
     def per_replica(self, tree: Any) -> Any:
-        """State that each replica has for itself; outside of a step."""
+        """State that differs between replicas; called outside a step."""
 
     def distributed(self, tx: Any, op: str = "mean") -> Any:
         """An optimizer that combines gradients."""
@@ -85,7 +85,7 @@ class OneDevice:
 
 
 class OnReplicas:
-    """The same by replicax."""
+    """The operations of replicax."""
 
     def __init__(self, strategy: rx.Strategy) -> None:
         self._strategy = strategy
@@ -125,7 +125,7 @@ class Case:
         step: `step(replicas, state, batch)` returns the new state and results. For
             objects that it changes in place it returns results.
         start: `start(replicas)` makes the first state.
-        in_place: Whether the state is of objects that the step changes.
+        in_place: Whether the state consists of objects that the step changes.
         by_hand: `by_hand(num_replicas, state, batch)`, a step for one device, where
             several replicas compute something else than one device does.
         refused: The error and a word of its message, by the names of strategies.
@@ -151,16 +151,16 @@ class Case:
     donate: tuple[int, ...] = ()
 
     def refusal(self, strategy: str) -> tuple[type[Exception], str] | None:
-        """The error that is expected on a strategy."""
-        found = [x for names, x in self.refused.items() if strategy in names]
-        return found[0] if found else None
+        """The expected error on a strategy; None: the case is supported."""
+        refusals = [x for names, x in self.refused.items() if strategy in names]
+        return refusals[0] if refusals else None
 
     def data(self) -> tuple[np.ndarray, np.ndarray]:
         num = 2 * BATCH if self.even else len(X)
         return X[:num], Y[:num]
 
     def expected(self, num_replicas: int) -> tuple[Any, list[Any]]:
-        """What plain JAX makes of the batches."""
+        """The last state and the results of plain JAX."""
         replicas = OneDevice()
         state = self.start(replicas)
 
@@ -176,7 +176,7 @@ class Case:
         return self._loop(self.jit(step), state, batches)
 
     def actual(self, strategy: rx.Strategy) -> tuple[Any, list[Any]]:
-        """What `strategy.run` makes of them."""
+        """The last state and the results of `strategy.run`."""
         replicas, users_step = OnReplicas(strategy), self.step
         with strategy.scope():
             state = self.start(replicas)

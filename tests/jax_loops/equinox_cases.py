@@ -1,4 +1,4 @@
-"""Cases of Equinox: modules, of which some leaves are functions and numbers."""
+"""Cases of Equinox: modules with functions and numbers among their leaves."""
 
 import io
 from collections.abc import Callable
@@ -176,7 +176,7 @@ def counting(replicas: Any, model: Any, batch: Any) -> Any:
 
 
 def trains_inexact_leaves(replicas: Any, model: Any, batch: Any) -> Any:
-    """All that `eqx.is_inexact_array` accepts decays: `rate`, a number, does not."""
+    """Decays inexact arrays; `rate` is a number, and does not decay."""
     decay = jax.tree.map(lambda w: -0.1 * w, parameters_of(model))
     return eqx.apply_updates(model, decay), None
 

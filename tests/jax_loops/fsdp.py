@@ -1,4 +1,4 @@
-"""A deep network with Adam, trained by a jitted step: as one would write it in JAX."""
+"""A deep network and a jitted step with Adam, as in plain JAX."""
 
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ def data(num: int, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Program(NamedTuple):
-    """Of a compiled step: what it sends, and the bytes on one device."""
+    """A compiled step: its collectives, and its bytes on one device."""
 
     collectives: tuple[Collective, ...]
     arguments: int
@@ -57,7 +57,7 @@ class Program(NamedTuple):
 
 
 def compiled(topology: str, *, by_hand: bool) -> Program:
-    """The step for 8 devices, with what a strategy places, or with own shardings."""
+    """The step for 8 devices, with a strategy's shardings or with those `by_hand`."""
     devices = find_topology(topology).devices
     if by_hand:
         state, batch = _by_hand(Mesh(np.array(devices), ("data",)))

@@ -437,7 +437,7 @@ def combined(replicas: Any, fn: Any) -> Any:
 
 
 def lbfgs(loss_in: Any, **options: Any) -> Case:
-    """`loss_in(replicas, batch)` is the loss in which the line search goes down."""
+    """`loss_in(replicas, batch)` is the loss that the line search compares."""
     tx = optax.lbfgs()
 
     def step(replicas: Any, state: Any, batch: Any) -> Any:
@@ -476,7 +476,7 @@ def combined_loss(replicas: Any, batch: Any) -> Any:
 
 
 def accumulating(**options: Any) -> Case:
-    """Each replica adds up its own gradients, and they are combined at every second."""
+    """Each replica adds up its gradients; every second step combines the sums."""
 
     def tx(replicas: Any) -> Any:
         return optax.MultiSteps(replicas.distributed(optax.adam(0.01)), 2)

@@ -1,4 +1,4 @@
-"""`rx.distributed`: each transformation trains as Optax by itself on one device."""
+"""`rx.distributed`: each transformation trains as plain Optax on one device."""
 
 import math
 import re
@@ -28,7 +28,7 @@ from replicax.jax_loops.divided_state import DividedState
 
 
 def trained(strategy: rx.Strategy, names: Any) -> dict[str, tuple[Any, Any]]:
-    """What the transformations make of each replica's gradients, in one program."""
+    """Parameters and states after updates with each replica's gradients."""
     txs = {name: rx.distributed(ALL[name]()) for name in names}
     with strategy.scope():
         values = {name: (PARAMS, tx.init(PARAMS)) for name, tx in txs.items()}
@@ -42,7 +42,7 @@ def trained(strategy: rx.Strategy, names: Any) -> dict[str, tuple[Any, Any]]:
         return new
 
     for grads in GRADS:
-        # Each replica gets as many of the four gradients.
+        # The replicas divide the four gradients equally.
         parts = jax.tree.map(
             lambda g: rx.PerReplica(
                 g.reshape(strategy.num_replicas_in_sync, -1, *g.shape[1:])
@@ -225,7 +225,7 @@ def test_none_and_integer_leaves() -> None:
     assert none is None
 
 
-def test_it_is_tx_outside_of_replica_functions() -> None:
+def test_outside_replica_functions_it_is_tx() -> None:
     tx = rx.distributed(optax.adam(0.1))
     grads = jax.tree.map(lambda g: g[0], GRADS[0])
     for update in (tx.update, jax.jit(tx.update)):
@@ -334,7 +334,7 @@ def test_a_checkpoint_of_a_divided_state(tmp_path: Any) -> None:
         rx.Checkpoint(state=trained(two, 0)).restore(path)
 
 
-def test_a_whole_state_is_updated_whole_and_said_so(caplog: Any) -> None:
+def test_a_whole_state_is_updated_whole_with_a_warning(caplog: Any) -> None:
     optax_module._warn_of_whole_state.cache_clear()
     strategy = STRATEGIES["sharded update, 4"]()
     tx = rx.distributed(optax.adam(0.01))

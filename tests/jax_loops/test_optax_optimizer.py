@@ -1,4 +1,4 @@
-"""`rx.OptaxOptimizer`: Keras models train as Optax by itself on one device."""
+"""`rx.OptaxOptimizer`: Keras models train as with plain Optax on one device."""
 
 import contextlib
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def applied(strategy: rx.Strategy, names: Any) -> dict[str, Any]:
             optimizer.build(weights)
 
     def step(grads: Any) -> None:
-        # Of all four gradients the sum over the replicas is the mean.
+        # The sum over the replicas is the mean of all four gradients.
         grads = [grads[key].sum(0) / 4 for key in PARAMS]
         for optimizer, weights in trained.values():
             optimizer.apply(grads, weights)

@@ -1,4 +1,4 @@
-"""Training with one's own `jax.jit` around a strategy: exact, and divided."""
+"""Training with the user's own `jax.jit`: as on one device, with sharded arrays."""
 
 import functools
 from collections.abc import Callable

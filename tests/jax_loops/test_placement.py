@@ -1,4 +1,4 @@
-"""`strategy.shard`, `init` and `global_batch`: what is where, and what is refused."""
+"""`strategy.shard`, `init` and `global_batch`: shardings, and what is refused."""
 
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ def test_arrays_of_the_user_survive_donation(kind: Any, num: int) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_tree_on_a_foreign_mesh_is_taken_over(name: str) -> None:
+def test_a_tree_on_a_foreign_mesh_is_resharded(name: str) -> None:
     strategy = STRATEGIES[name]()
     foreign = Mesh(np.array(jax.devices()[::-1]).reshape(2, 4), ("x", "y"))
     tree = params()
@@ -202,7 +202,7 @@ def test_a_layout_map_knows_variables_of_flax() -> None:
     assert spec(strategy.shard({"dense": boxed})["dense"]["kernel"].value) == P("model")
 
 
-def test_a_map_without_match_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_map_without_match_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     strategy = rx.ModelParallelStrategy({"w": ("model",)}, devices=cpus(2))
     with pytest.raises(ValueError, match=r"1 arrays, such as 'a/kernel'.*end"):
         strategy.shard({"a": {"kernel": np.ones((4, 4))}}, {"b": ("model", None)})
@@ -363,7 +363,7 @@ def test_global_batches(remainder: str, per_device: int, is_inside: bool) -> Non
     np.testing.assert_array_equal(batches[1]["x"][:8], data["x"][16:24])
 
 
-def test_batches_that_are_whole_on_each_device_are_said(
+def test_batches_that_are_whole_on_each_device_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     strategy = rx.MirroredStrategy(cpus(4))
@@ -375,7 +375,7 @@ def test_batches_that_are_whole_on_each_device_are_said(
     assert "remainder='pad'" in caplog.text
 
 
-def test_batches_that_are_none() -> None:
+def test_invalid_batches() -> None:
     strategy = rx.MirroredStrategy(cpus(2))
     with pytest.raises(TypeError, match=r"got a ArrayImpl without PerReplica"):
         strategy.global_batch(jnp.ones(4))
@@ -391,7 +391,7 @@ def test_batches_that_are_none() -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_run_says_that_it_does_not_divide_arguments(
+def test_run_warns_of_large_arguments_that_it_replicates(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy = STRATEGIES[name]()

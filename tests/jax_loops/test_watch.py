@@ -85,7 +85,7 @@ def test_what_is_refused() -> None:
         rx.CentralStorageStrategy(["cpu:0"]).watch(make_step())
 
 
-def test_transformations_are_known_when_asked_inside_first() -> None:
+def test_transformations_are_recognised_in_the_first_call() -> None:
     watched._eager_trace_type.cache_clear()
     seen = []
     jax.jit(lambda: seen.append(watched.is_eager()))()
@@ -95,7 +95,7 @@ def test_transformations_are_known_when_asked_inside_first() -> None:
 
 
 def test_steps_of_several_threads() -> None:
-    """Dispatched in different orders on the devices, their collectives would hang."""
+    """Without one order of dispatch on all devices, collectives would hang."""
     strategy = rx.FullyShardedStrategy([f"cpu:{i}" for i in range(4)])
     states: dict[int, Any] = {}
 
@@ -147,7 +147,7 @@ def equal_steps() -> dict[str, Any]:
         "losses": [float(x) for x in losses],
         "steps": watch.steps[strategy.workers.name],
     }
-    # Another number of rows is another program, of which the workers agree once.
+    # Another number of rows makes another program, which the workers compare once.
     step(weights, strategy.global_batch(rx.PerReplica(jnp.zeros((2, 1, 128)))))
     results["programs"] = len(step._operations)
     results["nnx"] = nnx_losses(strategy)
@@ -170,7 +170,7 @@ def test_workers_agree_on_a_program_once() -> None:
 
 
 def with_trouble(trouble: str) -> None:
-    """Steps of which worker 1 makes the eleventh late, or another one."""
+    """Make steps; worker 1 is late at the eleventh, or calls another step."""
     strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(step=STEP_S))
     weights, batch = start(strategy)
     jitted = (make_step(), jax.jit(lambda *args: make_step(0.2)(*args)))
@@ -196,7 +196,7 @@ def run_with(trouble: str) -> Results:
 
 
 @pytest.mark.multiprocess
-def test_a_worker_that_does_not_come_to_a_step_is_named() -> None:
+def test_a_worker_that_misses_a_step_is_named() -> None:
     for result in run_with("blocked").values():
         report = result.report
         assert report is not None, result.output

@@ -1,4 +1,4 @@
-"""Transformations of Optax, strategies, and what Optax makes on one device."""
+"""Transformations of Optax, their results on one device, and strategies."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.conftest import mirrored
 import replicax as rx
 
 NUM_STEPS = 5
-# Divided over 4 replicas: "kernel"; too small: the others.
+# 4 replicas divide the state of "kernel"; that of the others is too small.
 KERNEL = (48, 32)
 SHAPES = {"kernel": KERNEL, "bias": (32,), "scale": ()}
 _RNG = np.random.default_rng(0)
@@ -85,7 +85,7 @@ STRATEGIES: dict[str, Callable[[], rx.Strategy]] = {
 
 @functools.cache
 def by_hand(name: str) -> tuple[Any, Any]:
-    """What Optax makes of the means of the gradients, on one device."""
+    """Parameters and state after updates with the mean gradients, on one device."""
     tx = ALL[name]()
     params, state = PARAMS, tx.init(PARAMS)
 

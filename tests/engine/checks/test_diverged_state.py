@@ -1,4 +1,4 @@
-"""State that was equal on all replicas in one call, and differs in the next."""
+"""State that is equal on all replicas in one call, and differs in the next."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Gradients that a step has combined itself, and then gives to the optimizer."""
+"""Warnings of gradients that a step sums before it passes them to the optimizer."""
 
 import warnings
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def _train(
     return [str(w.message) for w in caught if "all_reduce" in str(w.message)], model
 
 
-# A scalar's own factors are scalars: of the last bias, clipped, nobody knows.
+# The last bias is a scalar, like the factor that clips it, so it is not counted.
 @pytest.mark.parametrize("tape", [True, False])
 @pytest.mark.parametrize(
     ("combine", "num_named"),
@@ -89,7 +89,7 @@ def test_a_warning_counts_gradients_that_are_combined(combine, num_named, tape) 
         assert not found
 
 
-def test_one_replica_has_nothing_to_add() -> None:
+def test_one_replica_warns_of_nothing() -> None:
     assert not _train(_summed, mirrored(1), tape=True, optimizer=keras.optimizers.SGD)[
         0
     ]
@@ -101,9 +101,7 @@ def test_updates_that_replicas_divide_warn_too() -> None:
     assert found
 
 
-def test_own_sum_times_the_share_is_the_optimizers_sum() -> None:
-    """The sum of sums is R sums: what the warning is about."""
-
+def test_the_second_sum_multiplies_by_the_number_of_replicas() -> None:
     def share(grads: Grads) -> Grads:
         return [g / 2 for g in _summed(grads)]
 

@@ -1,4 +1,4 @@
-"""How gradients reach their sums: the hook, compression, buckets, their order."""
+"""Sums of gradients: the hook, compression, buckets and their order."""
 
 import itertools
 import re
@@ -139,7 +139,7 @@ def test_buckets_hold_every_gradient_once(
             assert bucket == sorted(bucket, reverse=True)
     for bucket in by_bytes:
         assert len(bucket) == 1 or sum(sizes[i] for i in bucket) <= bytes_per_pack
-    # A dtype's buckets follow each other, and one more would not have fitted.
+    # Buckets of a dtype are in order, and the next gradient would not have fitted.
     for dtype in ("float32", "int32"):
         own = [bucket for bucket in by_bytes if dtypes[bucket[0]] == dtype]
         for bucket, following in itertools.pairwise(own):
@@ -276,7 +276,7 @@ def test_bfloat16_sums_stay_in_their_bound(data) -> None:
     (got,), _ = summed(num_replicas, ops, options, [grads])
     assert got.dtype == "float32"
     exact = grads.astype("float64").sum(0)
-    # One rounding on the way in and one for each addition, of half a unit in 8 bits.
+    # One rounding by the cast and one for each addition, of half a unit in 8 bits.
     bound = ((1 + 2**-8) ** num_replicas - 1) * np.abs(grads.astype("float64")).sum(0)
     assert (np.abs(np.asarray(got)[0] - exact) <= bound).all()
     np.testing.assert_array_equal(got, np.broadcast_to(got[0], got.shape))
@@ -435,7 +435,7 @@ def test_sums_on_a_device_come_between_hook_and_compression() -> None:
         return [None if g is None else g + 1 for g in grads]
 
     def on_device(grads: list[Any]) -> list[Any]:
-        assert [g.dtype for g in grads] == ["float32"]  # Those that there are.
+        assert [g.dtype for g in grads] == ["float32"]  # Without None.
         seen.append("device")
         return [10 * g for g in grads]
 

@@ -1,4 +1,4 @@
-"""Buckets that overlap with the backward pass, as GPUs get them: order, sizes, sums."""
+"""Buckets for GPUs, which overlap with the backward pass: order, sizes, sums."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from replicax.engine.replica_axis import ReplicaAxis
 MIB = 2**20
 VOCABULARY, WIDTH, NUM_CLASSES = 1500, 256, 40
 
-# On an axis of GPUs programs are made for GPUs; these run on CPUs.
+# An axis of GPUs makes programs as for GPUs; these tests run them on CPUs.
 
 
 def axis_of(platform: str, num: int = 4) -> ReplicaAxis:
@@ -114,7 +114,7 @@ def test_overlapping_sums_equal_plain_sums(options) -> None:
         np.testing.assert_array_equal(total, other, err_msg=name)
 
 
-# By name: of all but those without two dimensions each replica gets a block.
+# By name: the dimension that is split; None for arrays that replicas get whole.
 DIMS = [0, None, 1, 0, 1, None, None, 0, None, 0]
 
 
@@ -139,13 +139,13 @@ def test_overlapping_blocks_equal_plain_blocks(updates_are_last) -> None:
         4 * WIDTH * WIDTH,  # "3 kernel"
         4 * WIDTH * WIDTH,  # "2 kernel"
         WIDTH * WIDTH,  # "1 half", of another dtype
-        WIDTH * WIDTH,  # "1 kernel", which travels with the table
+        WIDTH * WIDTH,  # "1 kernel", which is in one bucket with the table
         VOCABULARY * WIDTH,
         WIDTH * NUM_CLASSES,
     ]
 
 
-def test_products_are_deferred_while_a_bucket_travels() -> None:
+def test_products_are_deferred_while_a_bucket_is_summed() -> None:
     products = [Origin(i + 1, "dot_general") for i in range(6)]
     # No product computes gradient 4, so its bucket has none to hide the one before it.
     origins = dict(enumerate([*products[:4], Origin(5), *products[4:]]))
@@ -266,7 +266,7 @@ def test_buckets_are_in_order_and_the_last_is_small(data) -> None:
     for bucket in buckets:
         assert len({dtypes[i] for i in bucket}) == 1
         assert [depths[i] for i in bucket] == sorted(depths[i] for i in bucket)
-        # Full with any but the last one of them.
+        # Without its last gradient, a bucket is not full.
         assert sum(sizes[i] for i in bucket[:-1]) < 32 * MIB
     for i, number in deferred_products(buckets, origins, scatters=False).items():
         assert origins[i].product

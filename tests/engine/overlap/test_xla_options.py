@@ -1,4 +1,4 @@
-"""XLA's options: what GPUs get, what users set themselves, what a version lacks."""
+"""XLA's compiler options, and those that users set themselves."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda", "rocm"])
-def test_all_of_a_pack_is_scattered_at_once(platform) -> None:
+def test_all_of_a_bucket_is_scattered_at_once(platform) -> None:
     options = compiler_options(platform, {}, scattered_bytes=64 * MIB, num_devices=4)
     assert options == {GATHER: 9 * MIB // 4, SCATTER: 16 * MIB}
 
@@ -22,14 +22,14 @@ def test_all_of_a_pack_is_scattered_at_once(platform) -> None:
     ("total", "spans_hosts", "merged"),
     [(3, False, 1), (3, True, 4), (16, True, 4), (1024, False, 32), (1024, True, 32)],
 )
-def test_gathers_are_parts_of_a_pack(total, spans_hosts, merged) -> None:
+def test_gathers_are_a_part_of_a_bucket(total, spans_hosts, merged) -> None:
     options = compiler_options(
         "gpu", {}, scattered_bytes=total * MIB, spans_hosts=spans_hosts
     )
     assert options == {GATHER: merged * MIB * 9 // 32, SCATTER: total * MIB}
 
 
-def test_where_nothing_is_scattered_xla_has_its_defaults() -> None:
+def test_without_scattered_sums_xla_has_its_defaults() -> None:
     assert compiler_options("gpu", {}, num_devices=8) is None
 
 
@@ -37,7 +37,7 @@ def test_tpus_get_none() -> None:
     assert compiler_options("tpu", {}, scattered_bytes=MIB) is None
 
 
-def test_the_largest_array_is_found_wherever_it_is_made() -> None:
+def test_the_largest_array_is_found_in_inner_functions() -> None:
     def inner(x: jax.Array) -> jax.Array:
         return jnp.outer(x, x).sum()
 
