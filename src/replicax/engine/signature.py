@@ -61,15 +61,7 @@ class ResultStructure:
         return jax.tree.unflatten(self._structure, arrays)
 
 
-_ARRAY_LIKE = (
-    jax.Array,
-    np.ndarray,
-    np.generic,
-    int,
-    float,
-    complex,
-    keras.Variable,
-)
+_ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, int, float, complex, keras.Variable)
 
 
 def _is_array_like(x: object) -> bool:

@@ -79,16 +79,6 @@ def _is_leaf(value: object) -> bool:
     return isinstance(value, others) or is_nnx_object(value)
 
 
-def _objects_in(tree: PyTree) -> list[tuple[str, str]]:
-    """The path and the class of each NNX object in a tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf)
-    return [
-        (jax.tree_util.keystr(path), type(x).__name__)
-        for path, x in leaves
-        if is_nnx_object(x)
-    ]
-
-
 def extract_objects(
     fn: Callable[..., PyTree],
     args: tuple[PyTree, ...],
@@ -287,11 +277,14 @@ class NNXObjects:
         with combined_welfords(objects, context):
             results = fn(*args, **kwargs)
         caller = f"Strategy.run({describe(fn)})"
-        for path, kind in _objects_in(results):
-            raise TypeError(
-                f"{caller}: results{path} is an NNX object, {kind}. The caller's "
-                "objects are changed in place: return arrays, or nnx.state(object)."
-            )
+        pairs = jax.tree_util.tree_leaves_with_path(results, is_leaf=_is_leaf)
+        for path, value in pairs:
+            if is_nnx_object(value):
+                raise TypeError(
+                    f"{caller}: results{jax.tree_util.keystr(path)} is an NNX object, "
+                    f"{type(value).__name__}. The caller's objects are changed in "
+                    "place: return arrays, or nnx.state(object)."
+                )
         self._assign(objects, before, keys, caller)
         return results
 
