@@ -112,9 +112,9 @@ def _with_backward_pass_inline(
 ) -> Callable[[list[jax.Array]], tuple[PyTree, PyTree]]:
     """Inline the equations of a rematerialised function's backward pass.
 
-    JAX makes one equation of it, after a barrier: XLA could not fuse it with other
-    operations, and `overlap` could not see the order of gradients. Only the gathers
-    need a barrier, or XLA would merge them with those of the forward pass.
+    JAX traces this pass as one equation after a barrier: XLA could not fuse its
+    operations with others, and `overlap` could not see the order of gradients. Only the
+    gathers need a barrier, or XLA would merge them with those of the forward pass.
     """
 
     def forward(values: list[jax.Array]) -> tuple[PyTree, PyTree]:

@@ -185,9 +185,9 @@ def sum_gradients(
             every replica gets the whole sum.
         on_device: Sums the gradients, without Nones, over the replicas of a device.
         weights: The weights of the gradients; see `sum_in_order`, which changes them.
-        updates_are_last: Whether updates wait for the scattered sums of all buckets but
-            the last, so that the backward pass hides these sums. Only for programs that
-            do not gather the new weights afterwards.
+        updates_are_last: Whether the program does not gather new weights after the
+            updates. Updates then wait for the scattered sums of all buckets but the
+            last, so that the backward pass hides these sums.
         may_overlap: Whether whole sums may overlap with the computation of `grads`.
 
     Raises:

@@ -308,6 +308,6 @@ def _local_devices(platform: str) -> list[Device]:
 
 
 def _is_allowed(*platforms: str) -> bool:
-    """Whether JAX may start the devices of a platform, which has one of these names."""
+    """Whether `jax_platforms` allows a platform, under one of its names."""
     allowed = jax.config.values.get("jax_platforms")
     return not allowed or not set(platforms).isdisjoint(allowed.split(","))

@@ -222,9 +222,9 @@ def _rows_of_all(context: ReplicaContext, tree: PyTree) -> PyTree:
 def _gathered(own: jax.Array, context: ReplicaContext) -> jax.Array:
     """The rows of all replicas, with copies; gradients reach `own`, multiplied by R.
 
-    Combined gradients are divided by R, in `fit` by the mean over replicas, elsewhere
-    in the loss. That is right for a weight that `fn` reads, for which all R replicas
-    have a gradient; for a row, only one replica has a gradient.
+    Combined gradients are divided by R: in `fit` by the mean over replicas, elsewhere
+    by the loss. All R replicas have the gradient of a weight that `fn` reads. Only one
+    replica has the gradient of a row, so it is multiplied by R here.
     """
     return context.all_gather(own, 0)
 

@@ -6,7 +6,7 @@ arrays become variables of the engine, which combines new values by the NNX type
 - `BatchStat`: the mean over the replicas;
 - `MetricState` of `Average`: the sum of the replicas' increments; of `Welford`: the
   statistics of all replicas' values;
-- `RngKey`: a replica draws from a key of its own, folded from the key and its number;
+- `RngKey`: each replica folds its number into the key, and draws from the result;
 - all others, such as `Param` and `OptState`, must be equal on all replicas.
 
 The function gets new objects with these values. `run` stores the combined values in the
@@ -332,7 +332,7 @@ class NNXObjects:
                     f"{variable.path}, {old.dtype}{list(old.shape)}. Assign arrays of "
                     "the same shape and dtype, and only to NNX variables."
                 )
-            if number in keys:  # Control flow returns keys that it does not change.
+            if number in keys:  # Control flow copies unchanged keys.
                 folded, new = jax.random.key_data(old), jax.random.key_data(new)
                 same = jnp.all(new == folded, -1, keepdims=True)
                 new = jnp.where(same, keys[number], new)

@@ -32,7 +32,7 @@ __all__ = [
     "variables_of_all_workers",
 ]
 
-_MOST_SHOWN = 8  # Arguments of at most so many elements are shown in messages.
+_MOST_SHOWN = 8  # Messages show the values of arguments of up to 8 elements.
 
 
 def checksums_of_replicas(
@@ -130,7 +130,7 @@ def require_equal_arguments(
 ) -> None:
     """Compare the replicas' copies of a call's arguments; see `require_equal`.
 
-    Copies that one process makes for its own devices are equal, and skipped.
+    Skips arguments whose copies a single process makes, so that they are equal.
     """
     placed = {
         name: x
