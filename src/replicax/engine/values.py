@@ -21,7 +21,6 @@ from replicax.engine.composites import (
     is_key,
     unstacked_like,
 )
-from replicax.engine.scope import outside_meshes
 
 __all__ = [
     "ARRAY_TYPES",
@@ -84,6 +83,9 @@ class PerReplica:
         Replicas without examples are left out. If a value is used with arrays on
         another device, JAX copies it there.
         """
+        # A late import: it imports Keras, which reading data does not need.
+        from replicax.engine.scope import outside_meshes
+
         return outside_meshes(self._local_values)
 
     def _local_values(self) -> tuple[PyTree, ...]:
