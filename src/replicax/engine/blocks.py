@@ -191,10 +191,10 @@ def gathered_here(
 
 
 def regathered(targets: Sequence[jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """A function that gathers the saved arrays of a forward pass again.
+    """A function that gathers again a weight that the forward pass has gathered.
 
-    It leaves an array as it is unless that is a gathered weight, or cheaply computed
-    from gathered weights. The gathers wait for `targets`, the forward pass's results.
+    It also recomputes arrays that are cheaply computed from gathered weights, and
+    returns others unchanged. The gathers wait for `targets`, the results of that pass.
     """
     again: dict[int, tuple[jax.Array, jax.Array]] = {}
     if not replicas_hold_blocks():

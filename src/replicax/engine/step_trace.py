@@ -24,8 +24,8 @@ class StepTrace:
         scope: Has the variables' values at the start.
 
     Attributes:
-        scope: The argument; after `execute` it has the values that the step assigned.
-        recordings: Those of the step's tapes.
+        scope: The scope; after `execute` it has the values that the step assigned.
+        recordings: The recordings of the step's tapes.
     """
 
     def __init__(self, call: Callable[[], PyTree], scope: WritesScope) -> None:
@@ -56,7 +56,7 @@ class StepTrace:
 
     @contextlib.contextmanager
     def hidden_from_ended_tapes(self) -> Generator[None]:
-        """Let tapes whose `with` has ended record none of the operations inside."""
+        """Pause the recordings of tapes whose `with` has ended."""
         ended = [x for x in self.recordings if not (x.is_open or x.is_paused)]
         for recording in ended:
             recording.is_paused = True

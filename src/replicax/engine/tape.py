@@ -26,7 +26,7 @@ class StepTape:
     """One tape in a trace of a step.
 
     Attributes:
-        trace: The argument.
+        trace: The trace of the step.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -54,7 +54,7 @@ class StepTape:
             self.trace.scope.tapes.remove(self)
 
     def end(self) -> None:
-        """Record no more."""
+        """Stop recording, and free the recording."""
         self._recording.release()
 
     def value_of(self, variable: Variable, value: jax.Array) -> jax.Array:
@@ -65,7 +65,7 @@ class StepTape:
         if was_assigned or not jnp.issubdtype(value.dtype, np.inexact):
             return value
         if key not in self._sources:
-            # Another object: the value that was read before the tape is constant.
+            # An alias: the step may have read the value before the tape, as a constant.
             self.watch(self._recording.alias(value), key)
         return self._sources[key][0]
 
@@ -81,8 +81,8 @@ class StepTape:
         weights: Sequence[jax.Array],
     ) -> list[jax.Array | None]:
         """The gradients of targets, weighted and summed, for the sources."""
-        found = [self._source(s) for s in sources]
-        watched = [x for x in found if x is not None]
+        entries = [self._source(s) for s in sources]
+        watched = [x for x in entries if x is not None]
         with self.trace.hidden_from_ended_tapes():
             linear, numbers = self._recording.linear_program(
                 targets, watched, regathered(targets)
@@ -94,8 +94,8 @@ class StepTape:
         for mark in gradient_marks(linear.jaxpr, marks):
             connected |= mark
         pairs = zip(grads, marks, strict=True)
-        each = iter([g if connected & mark else None for g, mark in pairs])
-        return [None if x is None else next(each) for x in found]
+        connected_grads = iter([g if connected & mark else None for g, mark in pairs])
+        return [None if x is None else next(connected_grads) for x in entries]
 
     def _source(self, source: Variable | jax.Array) -> tuple[jax.Array, int] | None:
         """A source's array and position; None for a variable that was not read."""

@@ -178,9 +178,9 @@ class WritesScope(keras.StatelessScope):
         self._pending |= {id(v): update for v in update.changed}
 
     def _in_own_trace(self) -> AbstractContextManager[None]:
-        """A context in which values are made that the whole step may use.
+        """A context for creating values that the whole step may use.
 
-        A variable may be read first in a function that JAX traces by itself.
+        The step may first read the variable in a function that JAX traces separately.
         """
         return set_current_trace(self._trace)
 
