@@ -211,7 +211,7 @@ class Checkpoint:
     def _bind(
         self, *, build: bool = False
     ) -> tuple[list[Entry], dict[str, Callable[[], PyTree]]]:
-        """Make all entries, and a function per name: it returns the restored object.
+        """Make all entries and, for each name, a function that returns the new object.
 
         With `build`, optimizers are built first: a save and a restore must find the
         same names.

@@ -191,11 +191,11 @@ def restore_entries(entries: Iterable[Entry], contents: Contents) -> None:
 
 
 def _own_state(name: str, states: list[JSON]) -> JSON:
-    """Select this worker's state; any if all are equal, with NaN equal to NaN."""
+    """Select this worker's state; of another number of workers all must be equal."""
     worker = workers.current()
     if len(states) == worker.count:
         return states[worker.index]
-    if len(set(map(json.dumps, states))) == 1:
+    if len(set(map(json.dumps, states))) == 1:  # As text, NaN equals NaN.
         return states[0]
     raise CheckpointError(
         f"Checkpoint.restore: {len(states)} workers saved {name}, each with a state of "

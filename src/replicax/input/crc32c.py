@@ -14,10 +14,10 @@ _POLYNOMIAL = np.uint32(0x82F63B78)
 
 @functools.cache
 def _tables() -> np.ndarray:
-    """Return `uint32[position, byte]`: checksums of blocks with one byte that is not 0.
+    """Return `uint32[position, byte]`: checksums of blocks that are 0 but for one byte.
 
-    These checksums have the initial state 0. The checksum of any block is the exclusive
-    or of those of its bytes.
+    If the initial state is 0, a block's checksum is the exclusive or of the checksums
+    in this table for its bytes.
     """
     last = np.arange(256, dtype="uint32")
     for _ in range(8):

@@ -178,7 +178,7 @@ def _check_first(epoch: SharedEpoch[_Batch], messages: Sequence[JSONObject]) -> 
 def _share_capacities(
     window: Sequence[PyTree], capacities: list[list[list[int]]]
 ) -> None:
-    """Pad sparse arrays as on the worker with the most entries: one program for all."""
+    """Pad sparse arrays to the most entries of any worker: all run one program."""
     for batch, *of_batch in zip(window, *capacities, strict=False):
         for leaf, *of_leaf in zip(_divided(batch), *of_batch, strict=False):
             leaf.capacity = max(of_leaf)
