@@ -154,7 +154,7 @@ def begun(rows, ids, value, name="words"):
         rows.pull(name, ids)
         rows.collect(name, ids, np.full((len(ids), DIM), value, np.float32))
 
-    rows.complete(program)
+    rows.run_program(program)
     return rows.push([name])
 
 
@@ -194,7 +194,7 @@ def test_all_replicas_gradients_make_one_update_of_each_server(rows, servers):
         rows.collect("words", np.array([2, 4]), np.ones((2, DIM), np.float32))
         rows.collect("words", np.array([4, 8]), np.ones((2, DIM), np.float32))
 
-    rows.complete(program)
+    rows.run_program(program)
     rows.await_pushes(rows.push(["words"]))
     change = np.zeros((NUM_ROWS, DIM), np.float32)
     change[[2, 4, 8]] = [[0.5], [1.0], [0.5]]
@@ -214,17 +214,17 @@ def test_a_program_fetches_the_same_rows_once(rows):
         assert rows.session.num_bytes > before
         return first
 
-    first = rows.complete(program)
+    first = rows.run_program(program)
     step(rows, ids)
-    np.testing.assert_allclose(rows.complete(program), first - 0.5, atol=1e-7)
+    np.testing.assert_allclose(rows.run_program(program), first - 0.5, atol=1e-7)
 
 
 def test_what_a_program_leaves_that_is_not_pushed_is_forgotten(rows):
     before = everything(rows)
-    rows.complete(
+    rows.run_program(
         lambda: rows.collect("words", np.array([1]), np.ones((1, DIM), np.float32))
     )
-    rows.complete(lambda: None)
+    rows.run_program(lambda: None)
     rows.await_pushes(rows.push(["words"]))
     np.testing.assert_array_equal(everything(rows), before)
 
@@ -247,7 +247,7 @@ def test_the_first_error_of_a_callback_is_raised_after_the_program(rows, servers
         ended.append(True)
 
     with pytest.raises(ValueError, match="first"):
-        rows.complete(program)
+        rows.run_program(program)
     assert ended == [True]
     step(rows, [1])
     assert servers.versions() == [1, 1]
@@ -263,7 +263,7 @@ def test_complete_waits_for_callbacks(rows):
         lambda x: jax.pure_callback(slow, jax.ShapeDtypeStruct((), jnp.float32), x)
     )
     with pytest.raises(ValueError, match="late"):
-        rows.complete(lambda: program(jnp.float32(1)))
+        rows.run_program(lambda: program(jnp.float32(1)))
 
 
 def test_one_seed_stands_on_all_servers(make_rows):
@@ -332,7 +332,7 @@ def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, cap
             rows.fail(error)
             return None
 
-    found = rows.complete(program)
+    found = rows.run_program(program)
     timers[0].join()
     assert len(runs) > 1
     np.testing.assert_array_equal(found, expected)
@@ -356,6 +356,6 @@ def test_a_server_that_stays_away_is_named(servers, make_rows, monkeypatch):
 
     began = time.monotonic()
     with pytest.raises(ConnectionLost, match="ps:1") as lost:
-        rows.complete(program)
+        rows.run_program(program)
     assert lost.value.culprit == "ps:1"
     assert time.monotonic() - began < 10

@@ -20,7 +20,6 @@ SPEC = {
     "name": "words",
     "num_rows": NUM_ROWS,
     "dim": DIM,
-    "dtype": "float32",
     "initializer": {"class_name": "Ones", "config": {}},
     "seed": 0,
 }
@@ -155,7 +154,6 @@ def test_other_messages_are_refused(words, header, vectors, message):
         ({"dim": True}, "dim is True"),
         ({"name": ""}, "spec.name is ''"),
         ({"name": "x" * 300}, "str of length <= 256"),
-        ({"dtype": "float64"}, "rows are float32"),
         ({"initializer": {"class_name": "GlorotUniform"}}, "Use RandomUniform"),
         ({"initializer": []}, r"spec.initializer is \[\]"),
         ({"more": 1}, "unknown field more"),

@@ -1,6 +1,7 @@
 """The board: heartbeats, barriers, work queues and closures, as one state machine.
 
-No clock and no I/O: it gets the time, and a function that writes the write-ahead log.
+The board reads no clock and does no I/O itself: it gets a clock, and a function that
+appends to the write-ahead log.
 
 - A call holds the board's one lock: dead workers lose their leases, then the action
   runs, then the write-ahead log is written.

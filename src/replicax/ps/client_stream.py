@@ -24,8 +24,8 @@ class ClientStream:
     """A stream and its thread; a lost stream can be opened again.
 
     `client` is the channel of the open stream, or None. Exchanges hold the `lock`.
-    `num_lost` counts the failed pings since the last answer. `exchange_s` are the
-    seconds of all exchanges.
+    `num_failed_pings` counts since the last answer. `exchange_s` is the total time of
+    all exchanges, in seconds.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ClientStream:
             idle_seconds=idle_seconds,
         )
         self.client: flight.FlightClient | None = None
-        self.num_lost = 0
+        self.num_failed_pings = 0
         self.num_bytes = 0  # Sent and received.
         self.exchange_s = 0.0
         self._messages: MessageStream | None = None

@@ -8,7 +8,6 @@ call's outcome, and the call returns or raises the same in the other tasks.
 import itertools
 import json
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["NOT_DONE", "ClosureOwner", "ClosureWorker", "ScriptSync"]
 
 _FETCHED_AT_ONCE = 256
-_CHECK_SECONDS = 1.0
 _POSITION = "coordinator: now"
 _MOST_RECORD_BYTES = 16 * 2**20
 _FAMILY = 64  # The board keeps the 64 newest keys of a family.
@@ -160,19 +158,16 @@ class ScriptSync:
     """The synchronization points of a script, and the progress of closures.
 
     The chief publishes an outcome for each point, at most 16 MiB of them together.
-    `passed` counts the points that this task's script has passed, `scheduled` its calls
-    of `schedule` since the last point. `has_moved` becomes true when a closure makes
-    progress.
+    `passed` counts the points that this task's script has passed. `has_moved` becomes
+    true when a closure makes progress.
     """
 
     def __init__(self, session: Session) -> None:
         self.passed = 0
-        self.scheduled = 0
         self.has_moved = False
         self._session = session
         self._chief = {"starts": 0, "points": 0}  # The last known position.
         self._records: deque[tuple[str, int]] = deque()
-        self._checked_at = 0.0
         self._pending = Pending()
         if session.is_chief:
             self._publish_position()
@@ -185,7 +180,7 @@ class ScriptSync:
             self._records.append((key, len(json.dumps(record))))
             while sum(size for _, size in self._records) > _MOST_RECORD_BYTES:
                 self._put(self._records.popleft()[0], {"gone": True})
-        self._pass()
+        self.passed += 1
         self._publish_position()
 
     def pass_next(self) -> JSONObject | None:
@@ -198,12 +193,8 @@ class ScriptSync:
         if self._chief["points"] <= self.passed:
             return None
         record = self._session.board("get", key=self._key(self._chief["starts"]))
-        self._pass()
-        return record or NOT_DONE
-
-    def _pass(self) -> None:
         self.passed += 1
-        self.scheduled = 0
+        return record or NOT_DONE
 
     def _key(self, starts: int) -> str:
         # A restarted chief numbers its points from 0 again.
@@ -226,25 +217,17 @@ class ScriptSync:
 
     def require_workers(self) -> None:
         """Raise if closures wait for workers whose scripts have all ended."""
-        if not self.start_rare_check():
-            return
         session = self._session
         others = session.workers[1:]
-        if others and session.board("have_left", workers=others):
+        if not others or not session.begin_rare_check():
+            return
+        if session.board("have_left", workers=others):
             raise ClusterMismatchError(
                 f"{session.name}: the scripts of {listed(others)} have ended, but "
                 "functions of the ClusterCoordinator wait for a worker. All tasks must "
                 "make the same calls of the coordinator, none of them under "
                 "`if strategy.is_chief`: workers run functions in join, done and fetch."
             )
-
-    def start_rare_check(self) -> bool:
-        """Start a check, at most one a second; return whether it starts."""
-        now = time.monotonic()
-        is_due = now - self._checked_at >= _CHECK_SECONDS
-        if is_due:
-            self._checked_at = now
-        return is_due
 
     def until(self, poll: Callable[[], _Result | None], what: str) -> _Result:
         """Poll until the result is true; progress of a closure restarts the timeout.

@@ -288,7 +288,6 @@ class Closures(msgspec.Struct, kw_only=True):
 
 
 def _error_of_deaths(closure: _Closure) -> dict[str, str]:
-    """The error of a closure that failed because its workers died."""
     return {
         "type": "ClusterError",
         "message": (

@@ -87,10 +87,10 @@ class Connection:
     have the same timeout. A slow network or large messages may also delay answers, so
     each retry doubles the timeout.
 
-    A server refuses a `caller` whose token or versions differ from its own; a client
-    without a `caller` is not a task of the job. `incarnation` changes when the server
-    restarts, perhaps with older values; it is `""` before the first answer. With
-    `shares_memory`, the default, a client offers shared memory to the server.
+    A `caller` is a task of the job: a server refuses a caller whose token or versions
+    differ from its own. `incarnation` changes when the server restarts, perhaps with
+    older values; it is `""` before the first answer. With `shares_memory`, the default,
+    a client offers shared memory to the server.
     """
 
     def __init__(
@@ -134,7 +134,6 @@ class Connection:
         return self._stream(VALUES).exchange_s
 
     def _stream(self, name: str) -> ClientStream:
-        """The stream of a name, created on first use."""
         with self._opening:
             if name not in self._streams:
                 self._streams[name] = ClientStream(
@@ -189,7 +188,7 @@ class Connection:
                 lambda: self._attempt(client_stream, header, vectors or {}, timeout),
                 retry_timeout_seconds,
             )
-            client_stream.num_lost = 0
+            client_stream.num_failed_pings = 0
             client_stream.exchange_s += time.perf_counter() - began
         return answer, results
 
@@ -349,12 +348,12 @@ class Connection:
         """Cancel a stream if its server does not answer a call on its connection."""
         if (client := stream.client) is None:
             return
-        patience = self._silence_timeout * 3 / 4 * 2**stream.num_lost
+        patience = self._silence_timeout * 3 / 4 * 2**stream.num_failed_pings
         seconds = min(seconds, self._reply_timeout, patience)
         try:
             _act(client, "hello", b"{}", self._options(seconds))
         except (*lost_errors(), ServerRefused):
-            stream.num_lost += 1
+            stream.num_failed_pings += 1
             self._drop_client(client)
             stream.cancel()  # The current or next exchange opens a new stream.
 
@@ -420,7 +419,6 @@ def _refusal_in(error: Exception) -> ServerRefused | None:
 
 
 def _short(error: Exception) -> str:
-    """A Flight error's message, shortened."""
     if isinstance(error, wire.flight().FlightTimedOutError):
         return "no answer came in time"
     text = str(error) or type(error).__name__

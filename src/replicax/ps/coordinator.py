@@ -37,7 +37,6 @@ from replicax.ps.worker_input import ElasticInputShard
 __all__ = ["ClusterCoordinator", "RemoteValue"]
 
 _PACE_SECONDS = 0.05
-_MOST_SCHEDULED = 1_000_000
 _logger = logging.getLogger("replicax")
 
 
@@ -123,19 +122,12 @@ class ClusterCoordinator:
             Exception: The error of an earlier function, which has cancelled the queued
                 functions. It is raised once.
             TypeError: For an argument that cannot be sent.
-            ContextError: After a million calls without `join`, `done` or `fetch`, in
-                which the other tasks run functions.
         """
         self._require_outside("schedule")
         name = self._functions.register(fn)
-        self._script_sync.scheduled += 1
-        if self._script_sync.scheduled > _MOST_SCHEDULED:
-            raise ContextError(
-                f"ClusterCoordinator.schedule: called {_MOST_SCHEDULED:,} times since "
-                "the last call of join, done or fetch. Workers run functions in these "
-                "calls: call join, for example after each epoch."
-            )
         if not self._session.is_chief:
+            # A loop that only schedules must end when the job has failed, too.
+            self._session.require_no_failure()
             return RemoteValue(self.fetch)
         self.strategy.servers.publish()
         call, needs = self._owner.pack(args or (), kwargs or {})
@@ -371,7 +363,7 @@ class ClusterCoordinator:
     def _run_one(self) -> None:
         if self._worker.run_one():
             self._script_sync.has_moved = True
-        elif self._script_sync.start_rare_check():
+        elif self._session.begin_rare_check():
             chief = self._session.workers[0]
             if self._session.board("have_left", workers=[chief]):
                 _logger.warning(

@@ -52,7 +52,7 @@ class DenseGroup(Group):
         """Replace the values, which makes a new version; keep the optimizer state."""
         self.vectors, _ = self._optimizer.start(vectors)
         self.version += 1
-        self.replaced += 1
+        self.replacements += 1
 
     def slots(self) -> Slots:
         """Copies of the optimizer's variables."""
@@ -69,7 +69,7 @@ class DenseGroup(Group):
         """Set some of the optimizer's variables."""
         with _refusing():
             self._slots = self._optimizer.with_slots(self._slots, slots)
-        self.assignments += 1
+        self.slot_assignments += 1
 
     def _apply(self, gradients: Arrays) -> None:
         self.vectors, self._slots = self._optimizer.apply(
@@ -116,7 +116,6 @@ def _copies(state: list[jax.Array]) -> list[jax.Array]:
 
 
 def _difference(one: VariableGroup, other: VariableGroup) -> str:
-    """Describe the first difference between two groups."""
     for key in sorted(one.rule.keys() | other.rule.keys()):
         if one.rule.get(key) != other.rule.get(key):
             return f"its {key}: {one.rule.get(key)!r} and {other.rule.get(key)!r}"

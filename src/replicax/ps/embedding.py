@@ -36,8 +36,6 @@ _EXACT_FLOATS = 2**24
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _RemoteTable:
-    """A layer's table on the servers."""
-
     source: "RemoteTables"
     spec: TableSpec
 
@@ -58,7 +56,7 @@ class _RemoteTable:
 
 @keras.saving.register_keras_serializable(package="replicax")
 class Embedding(keras.layers.Embedding):
-    """Turns ids into vectors, as `keras.layers.Embedding` does; large tables too.
+    """An embedding layer as Keras', also for tables that no worker could hold.
 
     In the scope of a `ParameterServerStrategy` the table lies on the servers, row by
     row. A step pulls the rows of its batch only and pushes only their gradients, so no
@@ -138,7 +136,6 @@ class Embedding(keras.layers.Embedding):
             name=self.name,
             num_rows=self.input_dim,
             dim=self.output_dim,
-            dtype=self.variable_dtype,
             initializer=config,
             seed=_seed_of(initializer),
         )
@@ -232,6 +229,11 @@ class Embedding(keras.layers.Embedding):
                     f"Embedding {self.name!r}: {option} needs the whole table, but its "
                     "rows lie on parameter servers. Leave it out."
                 )
+        if self.variable_dtype != "float32":
+            raise ValueError(
+                f"Embedding {self.name!r}: got dtype={self.variable_dtype!r}, but rows "
+                "are float32 on the servers. Use dtype='float32' or a mixed policy."
+            )
         ids = jax.dtypes.canonicalize_dtype(np.int64)
         if self.input_dim > np.iinfo(np.int32).max and ids != np.int64:
             raise ValueError(

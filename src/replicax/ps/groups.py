@@ -50,9 +50,9 @@ class Group(abc.ABC):
     """One group. Its fields are read and written under its `lock`.
 
     `what` names the group in messages, such as `"group 'weights'"`. `version` counts
-    updates of the values and assignments to them; `replaced` counts these assignments
-    alone. `assignments` counts assignments to the optimizer's variables. `lost` counts
-    updates that restarts have undone.
+    changes of the values: updates, and replacements by values that a user assigned.
+    `replacements` counts only the latter. `slot_assignments` counts assignments to the
+    optimizer's variables. `lost` counts updates that restarts have undone.
     """
 
     def __init__(self, what: str, server: int, sessions: Sessions | None) -> None:
@@ -60,8 +60,8 @@ class Group(abc.ABC):
         self.server = server
         self.lock = threading.RLock()
         self.version = 0
-        self.replaced = 0
-        self.assignments = 0
+        self.replacements = 0
+        self.slot_assignments = 0
         self.last: dict[str, LastPush] = {}
         self.staleness: dict[str, dict[int, int]] = {}
         self.incarnation = ""
@@ -73,13 +73,13 @@ class Group(abc.ABC):
 
     @property
     def steps(self) -> int:
-        """Number of updates, without assignments."""
-        return self.version - self.replaced
+        """Number of updates."""
+        return self.version - self.replacements
 
     @property
     def num_changes(self) -> int:
         """The number of changes so far that a snapshot must contain."""
-        return self.version + self.assignments + self._repeated
+        return self.version + self.slot_assignments + self._repeated
 
     @abc.abstractmethod
     def _apply(self, gradients: Arrays) -> None:
@@ -175,10 +175,9 @@ class Group(abc.ABC):
         """The state: copies of arrays by name, the rest as JSON values."""
 
     def _counts(self) -> JSONObject:
-        """The counters of a group, as JSON values."""
         return {
             "version": self.version,
-            "replaced": self.replaced,
+            "replacements": self.replacements,
             "last": {w: dataclasses.asdict(last) for w, last in self.last.items()},
             "staleness": {w: sorted(h.items()) for w, h in self.staleness.items()},
             "lost": self.lost,
@@ -186,7 +185,7 @@ class Group(abc.ABC):
         }
 
     def _load_counts(self, meta: JSONObject) -> None:
-        self.version, self.replaced = meta["version"], meta["replaced"]
+        self.version, self.replacements = meta["version"], meta["replacements"]
         self.last = {worker: LastPush(**last) for worker, last in meta["last"].items()}
         self.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
         self._closures = dict(meta["closures"])

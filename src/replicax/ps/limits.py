@@ -116,8 +116,8 @@ def beat_seconds(num_workers: int, heartbeat_seconds: float) -> float:
     >>> beat_seconds(4, 30.0), beat_seconds(1000, 30.0)
     (1.0, 5.0)
     """
-    seldom = max(1.0, num_workers / _BEATS_PER_SECOND)
-    return min(seldom, heartbeat_seconds / 4)
+    interval = max(1.0, num_workers / _BEATS_PER_SECOND)
+    return min(interval, heartbeat_seconds / 4)
 
 
 def watch_seconds(num_servers: int) -> float:
@@ -157,7 +157,7 @@ def steps_per_claim(
     >>> steps_per_claim(1000, 0.1, 3000)
     1
     """
-    seldom = math.ceil(num_workers / (_CLAIMS_PER_SECOND * max(step_seconds, 1e-3)))
-    fair = seldom if steps_left is None else steps_left // (2 * num_workers)
+    needed = math.ceil(num_workers / (_CLAIMS_PER_SECOND * max(step_seconds, 1e-3)))
+    fair = needed if steps_left is None else steps_left // (2 * num_workers)
     most = min(int(num_workers / _WORKERS_PER_STEP), _MOST_STEPS)
-    return max(1, min(seldom, fair, most))
+    return max(1, min(needed, fair, most))

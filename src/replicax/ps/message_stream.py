@@ -50,7 +50,7 @@ class MessageStream:
     """One end of a stream of messages.
 
     `memory` is the shared memory that a worker offers, or that a server has accepted. A
-    worker uses it after the first answer that came through it.
+    worker sends through the memory once an answer of the server has come through it.
     """
 
     def __init__(
@@ -226,7 +226,6 @@ def _receive_vector(
 def _piece(
     reader: "flight.MetadataRecordBatchReader", name: str, missing: int
 ) -> np.ndarray:
-    """The bytes of the next record batch."""
     try:
         chunk = reader.read_chunk()
     except StopIteration:

@@ -20,7 +20,6 @@ __all__ = [
     "can_split",
     "can_spread",
     "clip_before_push",
-    "clips",
     "clips_on_worker",
     "deserialize",
     "optimizer_rule",
@@ -138,8 +137,8 @@ def clip_before_push(
     """Clip gradients as the optimizer would; return them with the loss scale factor.
 
     `gradients` has the gradients of all the optimizer's variables, in order, None for
-    variables without a gradient. May be traced. Returns gradients unclipped if servers
-    clip (see `clips_on_worker`).
+    variables without a gradient. May be traced. Returns the gradients unclipped unless
+    `clips_on_worker`.
     """
     if not clips_on_worker(optimizer):
         return list(gradients)
@@ -150,20 +149,16 @@ def clip_before_push(
     return [None if g is None else g * scale for g in clipped(optimizer, unscaled)]
 
 
-def clips(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer clips its gradients."""
-    return any(
-        getattr(optimizer, name, None) is not None
-        for name in ("clipnorm", "clipvalue", "global_clipnorm")
-    )
-
-
 def clips_on_worker(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether workers clip the optimizer's gradients; otherwise servers clip them.
+    """Whether the optimizer clips, and workers rather than servers clip its gradients.
 
     Servers clip the mean gradient of `gradient_accumulation_steps`.
     """
-    return not optimizer.gradient_accumulation_steps
+    clips = any(
+        getattr(optimizer, name, None) is not None
+        for name in ("clipnorm", "clipvalue", "global_clipnorm")
+    )
+    return clips and not optimizer.gradient_accumulation_steps
 
 
 def deserialize(config: JSONObject) -> keras.optimizers.Optimizer:

@@ -336,7 +336,6 @@ def _shard(info: VariableInfo, variable: int, rows: _Rows) -> VariableShard:
 
 
 def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows]:
-    """The rows of each shard of a variable, as the partitioner decides."""
     if partitioner is None or not variable.shape:
         return [None]
     shards = partitioner(shape=variable.shape, dtype=variable.dtype)

@@ -152,13 +152,13 @@ class Presence:
         if chief.state in ("left", "alive"):
             return None
         startup, patience = self.timeouts.startup, self.timeouts.chief
-        has_started = now - self._started > startup
+        is_late = now - self._started > startup
         if all(entry.state == "absent" for entry in self.workers.values()):
-            if not has_started:
+            if not is_late:
                 return None
             expected = listed(self.workers)
             return f"no worker has joined for {startup:g} s; expected {expected}"
-        if chief.state == "absent" and has_started:
+        if chief.state == "absent" and is_late:
             return f"{name} has not joined for {startup:g} s"
         if chief.state == "dead" and now - chief.gone_at > patience:
             return f"{name} died and did not return for {patience:g} s"

@@ -1,10 +1,12 @@
 """A worker's client of one group: pulls values from servers, pushes gradients.
 
 - `values` are from each server's last answer. Servers may have different versions.
-- Values are handed out: written into variables, or passed to a program. A variable
-  with another value than the last one that was handed out was assigned by the user.
-- A server that was restored from a snapshot may have an earlier version, and later give
-  a known version number to other values. So it has a new incarnation.
+- This client hands out values: it writes them into variables, or passes them to a
+  program. If a variable has another value than the last one handed out, the user has
+  assigned it.
+- A server that restores a snapshot returns to an earlier version, and may later give a
+  version number that a worker knows to other values. So the server has a new
+  incarnation, and version numbers of different incarnations are never compared.
 """
 
 import functools
@@ -256,7 +258,6 @@ def key_of(name: str) -> str:
 
 
 def _are_equal(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
-    """Whether arrays have equal values, one by one."""
     pairs = zip(values, others, strict=True)
     return all(np.array_equal(*map(device_put.local_value, pair)) for pair in pairs)
 

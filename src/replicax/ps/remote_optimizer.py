@@ -77,7 +77,7 @@ class RemoteOptimizer:
     def _current_steps(self, steps: "_SharedNumber") -> jax.Array:
         number = self.group.steps + self.group.steps_ahead
         array = device_put.laid_out(steps.cast(number), self._sharding)
-        steps.note(array, number)
+        steps.remember(array, number)
         return array
 
     def send_assigned(self, stored: Stored | None = None) -> float | None:
@@ -160,8 +160,8 @@ class _SharedNumber:
         self._number: float | None = None
         self.pop_assigned(None)
 
-    def note(self, array: jax.Array, number: float) -> None:
-        """Remember the servers' number, and the array that is written for it."""
+    def remember(self, array: jax.Array, number: float) -> None:
+        """Remember the servers' number, and the array that the variable gets."""
         self._array, self._number = array, number
 
     def cast(self, number: float) -> np.ndarray:
@@ -174,10 +174,7 @@ class _SharedNumber:
         array = (stored or {}).get(id(self.variable), array)
         if array is None or array is self._array:
             return None
-        previous, number = self._number, float(_host(array))
-        self.note(array, number)
+        number = float(np.asarray(device_put.local_value(array)))
+        previous = self._number
+        self.remember(array, number)
         return None if previous in (None, number) else number
-
-
-def _host(value: jax.Array) -> np.ndarray:
-    return np.asarray(device_put.local_value(value))

@@ -75,7 +75,6 @@ def _constant(config: JSONObject) -> float | None:
 
 
 def _drawer(config: JSONObject) -> _Block:
-    """Return a function that draws a block of random rows."""
     name, options = _name(config), config.get("config", {})
     draws = {
         "RandomUniform": lambda generator, shape: generator.random(shape, np.float32),

@@ -53,8 +53,8 @@ class RemoteTables:
     """A worker's client of the tables on the servers.
 
     Layers call `create`, `pull`, `collect` and `fail`. For each program the strategy
-    calls `connect`, `complete` and `push`. Methods are thread safe. Gradients are sent
-    in the dtype `compression`, such as `"bfloat16"`.
+    calls `connect`, `run_program` and `push`. Methods are thread safe. Gradients are
+    sent in the dtype `compression`, such as `"bfloat16"`.
     """
 
     def __init__(self, session: Session, *, compression: str | None = None) -> None:
@@ -117,7 +117,7 @@ class RemoteTables:
             self._collected[name].append((ids, gradients))
 
     def fail(self, error: Exception) -> None:
-        """Keep the first error of a callback; `complete` raises it."""
+        """Keep the first error of a callback; `run_program` raises it."""
         with self._lock:
             self._error = self._error or error
 
@@ -145,7 +145,7 @@ class RemoteTables:
                     )
                 )
 
-    def complete(self, run: Callable[[], _Result]) -> _Result:
+    def run_program(self, run: Callable[[], _Result]) -> _Result:
         """Run a program that looks up rows, and wait for it; raise a callback's error.
 
         If a server is lost during the program, `run` is called again when the server
@@ -168,7 +168,7 @@ class RemoteTables:
                 end = time.monotonic() + self._session.timeouts.server
             if not isinstance(error, ConnectionLost) or time.monotonic() > end:
                 raise error
-            self._session.require_going()
+            self._session.require_no_failure()
             _logger.warning("%s The step is retried when the server is back.", error)
             self._call_all(lambda x: x.call("hello"))
 

@@ -29,7 +29,9 @@ __all__ = ["serve"]
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 0.5
 _ENDED = "the job is over"  # Board key: True when server 0 has marked the job done.
-_LINGERED_BEATS = 2.5  # Heartbeat intervals: workers learn of a failure from answers.
+# Server 0 still answers for this many heartbeat intervals after a failure, so that each
+# worker learns of it.
+_LINGERED_BEATS = 2.5
 _logger = logging.getLogger("replicax")
 
 
@@ -88,11 +90,11 @@ def serve(
                 caller=f"ps:{server}",
                 retry_timeout_seconds=timeouts.startup,
                 silence_timeout_seconds=timeouts.heartbeat,
-            ) as first:
+            ) as server_0:
                 if snapshots is not None:
-                    _join_job(snapshots, store, first)
+                    _join_job(snapshots, store, server_0)
                 service.serve_in_thread()
-                failure = _watch_first(server, num_servers, first, timeouts)
+                failure = _watch_server_0(server, num_servers, server_0, timeouts)
     except (ConnectionLost, ClusterMismatchError) as error:
         failure = str(error)
     finally:
@@ -111,7 +113,6 @@ def serve(
 
 
 def _log_losses(store: VariableStore) -> None:
-    """Log the number of lost updates, if any."""
     counts = store.status()
     if counts["lost"]:
         _logger.warning(
@@ -133,9 +134,9 @@ def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) 
         snapshots.start(store, board.state)
 
 
-def _join_job(snapshots: Snapshots, store: VariableStore, first: Connection) -> None:
+def _join_job(snapshots: Snapshots, store: VariableStore, server_0: Connection) -> None:
     """On another server: join the job of server 0."""
-    snapshots.job = first.call("board.get", key=JOB)
+    snapshots.job = server_0.call("board.get", key=JOB)
     _restore(snapshots, store)
     snapshots.start(store)
 
@@ -191,16 +192,16 @@ def _end_read_key(server: int) -> str:
     return f"ps:{server} has heard of the end"
 
 
-def _watch_first(
-    server: int, num_servers: int, first: Connection, timeouts: Timeouts
+def _watch_server_0(
+    server: int, num_servers: int, server_0: Connection, timeouts: Timeouts
 ) -> str | None:
-    """Poll the first server until the job ends; return the failure, or None."""
+    """Poll server 0 until the job ends; return the failure, or None."""
     while True:
-        is_over = first.call("board.get", key=_ENDED)
-        failure: Any = first.call("board.failed")
+        is_over = server_0.call("board.get", key=_ENDED)
+        failure: Any = server_0.call("board.failed")
         if is_over or failure is not None:
-            first.call("board.put", key=_end_read_key(server), value=True)
+            server_0.call("board.put", key=_end_read_key(server), value=True)
             return None if is_over else failure
         # Server 0 has started. From now on, wait as long as its restart may take.
-        first.retry_timeout_seconds = timeouts.server
+        server_0.retry_timeout_seconds = timeouts.server
         time.sleep(watch_seconds(num_servers))

@@ -30,7 +30,7 @@ from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
 from replicax.ps.fit import WorkQueueFit
 from replicax.ps.group_vectors import VariableSlot
-from replicax.ps.optimizers import clip_before_push, clips
+from replicax.ps.optimizers import clip_before_push
 from replicax.ps.partition import Partitioner
 from replicax.ps.remote import GroupPush, RemoteGroup
 from replicax.ps.remote_optimizer import Stored
@@ -99,14 +99,13 @@ class ServerHome(ReplicaHome):
         requests = self.remote.requests
         if requests is not None:
             requests.adopt()
-        # Under a coordinator all scripts assign, and only the chief's values count.
-        follows = requests is not None and not self.session.is_chief
+        # Under a coordinator every task's script assigns values; the chief's are used.
+        is_follower = requests is not None and not self.session.is_chief
         for group in self.remote.groups:
             self._send_optimizer_numbers(group)
             group.pull()
-            if _have_values(group) and (
-                follows or group.are_unassigned(internals.read_values(group.variables))
-            ):
+            values = internals.read_values(group.variables)
+            if _have_values(group) and (is_follower or group.are_unassigned(values)):
                 group.write()
             if group.optimizer is not None:
                 group.optimizer.write_steps()
@@ -145,7 +144,7 @@ class ServerHome(ReplicaHome):
         def run() -> StepResult:
             return program([stored[id(v)] for v in program.inputs], arrays)
 
-        result = self.rows.complete(run) if connected.looks_up else run()
+        result = self.rows.run_program(run) if connected.looks_up else run()
         stored |= zip(map(id, program.written), result.written, strict=True)
         if connected.groups:
             deltas = [
@@ -276,7 +275,7 @@ class ServerHome(ReplicaHome):
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
         """Clip gradients here, because a server has only some of the variables."""
-        return clip_before_push(optimizer, grads) if clips(optimizer) else grads
+        return clip_before_push(optimizer, grads)
 
     def adds_up(self, *, trains: bool) -> bool:
         """Whether workers' metrics are summed at an epoch's end or after a closure."""

@@ -54,7 +54,7 @@ FAREWELL_SECONDS = 10.0
 JOB = "job"
 """The board's key of the job's id."""
 
-_LOOK_SECONDS = 0.5
+_FAILURE_POLL_SECONDS = 0.5
 _MOST_REPLAYED = 64
 _NAMED_BY = {
     "put": "key",
@@ -119,6 +119,7 @@ class Session:
         self._failure: ClusterMismatchError | str | None = None
         self._script_exit: str | None = None
         self._beat_seconds = 1.0
+        self._checked_at = 0.0
         self.starts = 0
 
     def join(self) -> None:
@@ -179,11 +180,11 @@ class Session:
         """Wait for the future of `Connection.submit`; raise if the job fails."""
         while True:
             try:
-                return future.result(timeout=_LOOK_SECONDS)
+                return future.result(timeout=_FAILURE_POLL_SECONDS)
             except TimeoutError:
                 if future.done():
                     return future.result()
-                self.require_going()
+                self.require_no_failure()
 
     @property
     def exchange_s(self) -> list[float]:
@@ -207,7 +208,7 @@ class Session:
 
     def board(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board; the answer's type is in `Board.ANSWERS`."""
-        self.require_going()
+        self.require_no_failure()
         return self._call(method, arguments)
 
     def as_worker(self, method: str, **arguments: Any) -> Any:
@@ -249,7 +250,6 @@ class Session:
         return msgspec.convert(answer, Board.ANSWERS[method])
 
     def _replay(self) -> None:
-        """Replay the log of calls to a restarted board."""
         with self._replaying:
             if self._has_replayed:
                 return  # Another thread has replayed the log.
@@ -313,14 +313,11 @@ class Session:
     def get(self, key: str, what: str) -> Any:
         """Wait for the chief's value of a key; raise if the chief has ended."""
         chief = f"{self.workers[0]} (the chief)"
-        looked = time.monotonic()
 
         def poll() -> Any:
-            nonlocal looked
-            now, has_left = time.monotonic(), False
-            if now - looked >= self._beat_seconds:
-                looked = now
-                has_left = self.board("have_left", workers=self.workers[:1])
+            has_left = self.begin_rare_check() and self.board(
+                "have_left", workers=self.workers[:1]
+            )
             value = self.board("get", key=key)
             if value is None and has_left:
                 raise ClusterError(
@@ -332,13 +329,21 @@ class Session:
 
         return self.wait(poll, what, lambda: chief)
 
+    def begin_rare_check(self) -> bool:
+        """Return True once per heartbeat interval, for checks while polling."""
+        now = time.monotonic()
+        is_due = now - self._checked_at >= self._beat_seconds
+        if is_due:
+            self._checked_at = now
+        return is_due
+
     def decided(self, key: str, what: str, value: Callable[[], JSON]) -> Any:
         """The chief's value of a key, which the chief sets to `value()`; see `get`."""
         if self.is_chief:
             return self.board("put", key=key, value=value())
         return self.get(key, what)
 
-    def require_going(self) -> None:
+    def require_no_failure(self) -> None:
         """Raise if the job has failed."""
         if isinstance(self._failure, ClusterMismatchError):
             raise self._failure

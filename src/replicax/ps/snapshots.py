@@ -259,7 +259,6 @@ class Snapshots:
         return True
 
     def _numbers(self) -> list[int]:
-        """The numbers of the snapshots on disk, in order."""
         matches = [_NAME.fullmatch(path.name) for path in self.folder.glob("*")]
         return sorted(int(match[1]) for match in matches if match)
 

@@ -81,7 +81,7 @@ class VariableStore:
     # Tables.
 
     def create_table(self, spec: TableSpec) -> Table:
-        """Create a table; an existing table of equal sizes and dtype keeps its rows."""
+        """Create a table; an existing table of equal sizes keeps its rows."""
         table = self._get_or_create(
             self._tables, spec.name, lambda: self._new_table(spec)
         )
@@ -130,7 +130,6 @@ class VariableStore:
     def _get_or_create(
         self, entries: dict[str, _Group], name: str, create: Callable[[], _Group]
     ) -> _Group:
-        """Return the entry of a name, created on first use."""
         with self._creating:
             if name not in entries:
                 entry = create()

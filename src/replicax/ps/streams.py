@@ -39,8 +39,9 @@ class Stream(msgspec.Struct):
 class StreamEntry(msgspec.Struct):
     """The write-ahead log's entry of a stream and one worker's session.
 
-    Each call appends an entry. So the entry omits the other workers' leases: `held` are
-    the worker's, and the stream has none. `answers` are the session's last answers.
+    `stream` is without leases, and `held` has the leases of this worker only: each call
+    appends an entry, so entries must be small. `answers` are the session's last
+    answers.
     """
 
     stream: Stream

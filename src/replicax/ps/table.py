@@ -32,12 +32,10 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         dim: Length of a row, `d`: the table is `float32[n, d]`.
         initializer: The result of `keras.initializers.serialize`.
         seed: Seed of the rows' first values.
-        dtype: `"float32"`.
         rule: The update rule of rows (see `RowOptimizer`); None if not known yet.
 
     Raises:
-        TableError: For sizes below 1, another dtype than float32, or an initializer
-            that needs the whole table.
+        TableError: For sizes below 1, or an initializer that needs the whole table.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -45,7 +43,6 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dim: int
     initializer: JSONObject
     seed: int
-    dtype: str = "float32"
     rule: JSONObject | None = None
 
     def __post_init__(self) -> None:
@@ -54,25 +51,20 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"Table {self.name!r}: got num_rows={self.num_rows!r} and "
                 f"dim={self.dim!r}, expected at least 1 of each."
             )
-        if self.dtype != "float32":
-            raise TableError(
-                f"Table {self.name!r}: got dtype={self.dtype!r}, but rows are float32 "
-                "on the servers. Give the layer dtype='float32' or a mixed policy."
-            )
         try:
             check_initializer(self.initializer)
         except ValueError as error:
             raise TableError(f"Table {self.name!r}: {error}") from error
 
     def fits(self, other: "TableSpec") -> bool:
-        """Whether another specification has the same name, sizes and dtype.
+        """Whether another specification has the same name and sizes.
 
         Initializers and seeds may differ: each process that starts without a seed draws
         its own. The first specification decides.
         """
         return all(
             getattr(self, field) == getattr(other, field)
-            for field in ("name", "num_rows", "dim", "dtype")
+            for field in ("name", "num_rows", "dim")
         )
 
     def num_rows_on(self, server: int, num_servers: int) -> int:

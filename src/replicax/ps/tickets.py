@@ -25,8 +25,7 @@ class StepTickets(msgspec.Struct, kw_only=True):
     if no held step can then be overtaken by more than `max_staleness` other steps.
     `held` maps a worker to its unfinished steps, in order; each step has the number of
     steps that were `finished` when it was leased. `lost` maps lost steps to their last
-    holders. The workers in `waiting` claim in this order, and before a worker that has
-    just finished a step.
+    holders. While workers are `waiting`, only the first of them may claim.
     """
 
     length: int | None

@@ -95,7 +95,7 @@ class StepLeases:
 
     def _claim_ahead(self) -> bool:
         """Lease the next steps; False at the epoch's end."""
-        count, reason = self._num_ahead(), None
+        count, reason = self._num_to_lease(), None
         half_time = 0.0
 
         def ask() -> Claimed | None:
@@ -109,15 +109,15 @@ class StepLeases:
             previous, reason = reason, claimed.wait
             if reason is None:
                 return claimed
-            # A new reason shows that other workers make progress. In the second half
-            # of the timeout it ends the wait, and the loop below begins a new wait.
+            # A new reason means that other workers make progress. So if it comes in the
+            # second half of the timeout, the loop below restarts the wait.
             is_moving = previous not in (None, reason)
             return claimed if is_moving and time.monotonic() > half_time else None
 
         session, begun_key = self._session, f"fit begun/{self._number}"
-        follows = self._bounds_staleness and not session.is_chief
+        is_follower = self._bounds_staleness and not session.is_chief
         with self._waiting():
-            if follows and not self._has_begun:
+            if is_follower and not self._has_begun:
                 # Otherwise this worker could hold the only lease while it waits for the
                 # chief's initial values.
                 session.get(begun_key, f"the first step of fit {self._number}")
@@ -138,8 +138,7 @@ class StepLeases:
         self._ahead.extend(claimed.indices)
         return not claimed.is_over
 
-    def _num_ahead(self) -> int:
-        """Number of steps to lease."""
+    def _num_to_lease(self) -> int:
         if self._bounds_staleness:
             return 1  # A leased step makes other workers wait.
         now, last = (time.monotonic(), self._session.steps), self._claimed_at
