@@ -1,6 +1,6 @@
 """A TCP proxy between two tasks that delays, slows down, stops, resets or half-closes.
 
-It is as a network to both of them: neither sees that the other one did nothing wrong.
+To both tasks the proxy looks like the network between them.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ _BUFFER = 128 << 10  # A network holds less than the kernel's own buffers.
 
 
 class Network:
-    """What is between those who connect to `address` and the `target`.
+    """The network between the clients of `address` and the `target`.
 
-    `delay_s` is of each direction, `bytes_per_s` too (0: as fast as can be). While it
-    `is_dead`, nothing passes, and nobody is told. Connections that are idle for
-    `forgets_after_s` are dead for ever. `carried` counts bytes, up and down.
+    `delay_s` and `bytes_per_s` (0: no limit) apply to each direction. While the network
+    `is_dead`, nothing passes, and no end is notified. A connection that is idle for
+    `forgets_after_s` is dead for ever. `carried` counts bytes, up and down.
     """
 
     def __init__(self, target: str) -> None:

@@ -1,7 +1,7 @@
-"""What every worker does in the tests of `fit` on parameter servers.
+"""Cases of `fit` on parameter servers, which every worker runs.
 
-Each case returns values that have to be equal on all workers, and under "own" those
-that need not be.
+Each case returns values that must be equal on all workers. Values under "own" may
+differ.
 """
 
 import os
@@ -215,7 +215,6 @@ def fit_on(make_data, **options):
 
 
 SLOW_CASES |= {
-    "py_dataset": fit_on(lambda: [Batches()], epochs=2),
     "py_dataset_with_threads": fit_on(
         lambda: [Batches(workers=2, max_queue_size=3)], epochs=2
     ),
@@ -317,14 +316,14 @@ def another_worker_stops_in_the_middle_of_an_epoch(strategy, step=2):
 
 @case
 def one_of_a_thousand_stops_in_the_middle_of_an_epoch(strategy):
-    # As many workers take several tickets at once.
+    # With these rates each worker claims several steps at once, as in a large job.
     with mock.patch.multiple(limits, _CLAIMS_PER_SECOND=0.01, _WORKERS_PER_STEP=0.1):
         return another_worker_stops_in_the_middle_of_an_epoch(strategy, step=8)
 
 
 @slow_case
 def another_worker_stops_after_an_epoch(strategy):
-    # The chief decides, and has not decided so.
+    # Only the chief decides after an epoch, and its callback does not stop.
     model = classifier()
 
     def stop(epoch, logs):
@@ -366,7 +365,7 @@ def single_batches(strategy):
     model = classifier(keras.optimizers.SGD(0.1))
     losses = [float(model.train_on_batch(X, Y)[0]) for _ in range(5)]
     strategy.session.barrier("single batches")
-    model.evaluate(X[:1], Y[:1], verbose=0)  # With what all have done.
+    model.evaluate(X[:1], Y[:1], verbose=0)  # Pulls the updates of all workers.
     return outcome(
         model,
         tested=model.test_on_batch(X[:40], Y[:40], return_dict=True)["loss"],

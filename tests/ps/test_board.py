@@ -43,7 +43,7 @@ def test_actions_are_all_public_methods_but_those_for_snapshots():
     assert public - {"ANSWERS", "state", "load_state"} == Board.ANSWERS.keys()
 
 
-def test_join_tells_what_to_keep_to(board):
+def test_join_answers_with_the_heartbeat_timeout(board):
     answer = ask(board, "join", worker=NAMES[1], session="s")
     assert answer == {
         "starts": 1,
@@ -54,7 +54,7 @@ def test_join_tells_what_to_keep_to(board):
     }
 
 
-def test_a_dead_worker_loses_its_tickets_and_may_return(board, clients, clock, caplog):
+def test_a_dead_worker_loses_its_leases_and_may_return(board, clients, clock, caplog):
     a, b, _ = clients
     ask(board, "open", stream=STREAM, limit=3)
     a("claim", stream=STREAM)
@@ -73,7 +73,7 @@ def test_a_dead_worker_loses_its_tickets_and_may_return(board, clients, clock, c
     assert ask(board, "alive") == ["worker:0", "worker:1"]
 
 
-def test_a_restarted_worker_replaces_itself_at_once(board, clients):
+def test_a_restarted_worker_replaces_its_earlier_session(board, clients):
     ask(board, "open", stream=STREAM, limit=2)
     assert clients[1]("claim", stream=STREAM) == {"indices": [0]}
     new = Client(board, "worker:1", "worker:1-2")
@@ -89,7 +89,7 @@ def test_a_restarted_worker_replaces_itself_at_once(board, clients):
         clients[1]("finish", stream=STREAM, indices=[0])
 
 
-def test_repeated_calls_do_nothing_twice(board, clients):
+def test_a_repeated_call_gets_the_recorded_answer(board, clients):
     a, *_ = clients
     ask(board, "open", stream=STREAM, limit=9)
     first = a("claim", stream=STREAM, count=2, call=5)
@@ -108,7 +108,7 @@ def test_repeated_calls_do_nothing_twice(board, clients):
     assert streams_of(board)[STREAM]["finished"] == 1
 
 
-def test_a_repeated_claim_of_a_worker_that_died_gives_steps_it_may_do(clients, clock):
+def test_a_dead_workers_repeated_claim_leases_other_steps(clients, clock):
     a, *_ = clients
     a("open", stream=STREAM, limit=9)
     assert a("claim", stream=STREAM, call=1) == {"indices": [0]}
@@ -183,14 +183,14 @@ def test_malformed_tickets_are_refused_and_change_nothing(clients, ticket):
     assert a("finish", stream=STREAM, indices=good) == []
 
 
-def test_streams_are_opened_alike(board):
+def test_workers_must_open_a_stream_with_equal_settings(board):
     assert ask(board, "open", stream=STREAM, limit=4) == {"is_over": False, "length": 4}
     assert ask(board, "open", stream=STREAM, limit=4) == {"is_over": False, "length": 4}
     with pytest.raises(RequestError, match="must open it alike"):
         ask(board, "open", stream=STREAM, limit=5)
 
 
-def test_old_streams_are_forgotten_and_stay_over(board, clients):
+def test_only_the_newest_stream_of_a_family_is_kept(board, clients):
     a, b, _ = clients
     for epoch in range(500):
         stream = f"fit 0/epoch/{epoch}"
@@ -208,22 +208,10 @@ def test_old_streams_are_forgotten_and_stay_over(board, clients):
         "is_over": False,
         "length": None,
     }
+    assert list(streams_of(board)) == ["fit 0/epoch/499", "fit 1/epoch/0"]
 
 
-def test_a_newer_stream_ends_the_one_before_it_in_its_family(board, clients):
-    a, b, _ = clients
-    ask(board, "open", stream="t/0", limit=1)
-    ask(board, "open", stream="s/0", limit=4)
-    a("claim", stream="s/0", count=2)
-    Client(board, a.worker, "again")("join")  # Step 0 and 1 are lost.
-    b("claim", stream="s/0")
-    ask(board, "open", stream="s/1", limit=1)
-    assert list(streams_of(board)) == ["t/0", "s/1"]
-    assert b("finish", stream="s/0", indices=[2]) == [2]
-    assert ask(board, "open", stream="s/0", limit=4) == {"is_over": True, "length": 4}
-
-
-def test_a_barrier_waits_for_those_alive(clients, clock):
+def test_a_barrier_waits_for_live_workers(clients, clock):
     a, b, c = clients
     assert a("arrive", barrier="go") == ["worker:1", "worker:2"]
     clock.seconds = 8
@@ -247,7 +235,7 @@ def test_a_late_worker_finds_all_barriers_of_a_long_job_complete(clients):
     assert len(clients[2]("arrive", barrier="end/2000")) == 2
 
 
-def test_the_first_value_of_a_key_stands(board):
+def test_a_key_keeps_its_first_value(board):
     assert ask(board, "get", key="k") is None
     assert ask(board, "put", key="k", value={"a": [1]}) == {"a": [1]}
     assert ask(board, "put", key="k", value=2) == {"a": [1]}
@@ -257,7 +245,7 @@ def test_the_first_value_of_a_key_stands(board):
         ask(board, "put", key="k", value=None)
 
 
-def test_numbered_keys_are_kept_for_the_newest(board):
+def test_only_the_newest_numbered_keys_are_kept(board):
     ask(board, "put", key="init", value=1)
     for number in range(100):
         ask(board, "put", key=f"verdict/{number}", value=number)
@@ -266,7 +254,7 @@ def test_numbered_keys_are_kept_for_the_newest(board):
     assert ask(board, "get", key="init") == 1
 
 
-def test_reports_by_worker_and_the_newest_names(board, clients):
+def test_reports_are_by_worker_and_of_the_newest_topics(board, clients):
     a, b, _ = clients
     for epoch in range(70):
         a("report", topic=f"m/{epoch}", values={"loss": epoch})
@@ -278,7 +266,7 @@ def test_reports_by_worker_and_the_newest_names(board, clients):
     assert ask(board, "reports", topic="m/5") == {}
 
 
-def test_a_failure_is_never_taken_back(board, clients, clock):
+def test_a_failure_is_final(board, clients, clock):
     clients[1]("leave", ok=False, error="ValueError")
     assert ask(board, "failed") is None
     clients[0]("leave", ok=False, error="OSError: disk")
@@ -305,7 +293,7 @@ def test_done_when_all_have_left(board, clients):
     assert ask(board, "is_done")
 
 
-def test_closures_go_on_when_a_worker_dies(board, clients, clock):
+def test_a_dead_workers_closure_is_retried(board, clients, clock):
     chief, a, b = clients
     chief("schedule", id="x", payload={"n": 1}, function="f")
     assert a("take", functions=["f"])["payload"] == {"n": 1}
@@ -332,7 +320,7 @@ def test_malformed_errors_are_refused_and_the_closure_goes_on(clients, error):
     assert a("result", id="x", value=1)
 
 
-def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock):
+def test_a_restarted_board_continues_the_sessions(board, clients, clock):
     a, b, _ = clients
     ask(board, "open", stream=STREAM, limit=5)
     a("claim", stream=STREAM, call=1)
@@ -357,7 +345,7 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert ask(again, "alive") == []
 
 
-def test_a_restarted_server_may_take_back_what_was_held(board, clients, clock):
+def test_a_restart_without_a_log_revokes_leases(board, clients, clock):
     a, b, _ = clients
     ask(board, "open", stream=STREAM, limit=3, max_staleness=1)
     a("claim", stream=STREAM)
@@ -370,7 +358,7 @@ def test_a_restarted_server_may_take_back_what_was_held(board, clients, clock):
     assert list(streams_of(again)[STREAM]["lost"]) == ["0"]
 
 
-def test_closures_that_ran_before_a_restart_run_again_or_end_where_they_are(
+def test_closures_that_ran_at_the_snapshot_are_retried_or_reported(
     board, clients, clock
 ):
     chief, a, b = clients
@@ -396,7 +384,7 @@ def test_closures_that_ran_before_a_restart_run_again_or_end_where_they_are(
     }
 
 
-def test_what_an_earlier_session_was_told_answers_no_later_one(clock) -> None:
+def test_a_new_session_does_not_get_an_old_sessions_answer(clock) -> None:
     wal = {}
     board = Board(
         NAMES,
@@ -416,7 +404,7 @@ def test_what_an_earlier_session_was_told_answers_no_later_one(clock) -> None:
     assert second("claim", stream=STREAM, count=1) == {"indices": [1]}
 
 
-def test_a_call_writes_down_nothing_of_other_workers(clock) -> None:
+def test_a_log_entry_has_only_its_workers_leases(clock) -> None:
     names = [f"worker:{i}" for i in range(200)]
     wal = {}
 

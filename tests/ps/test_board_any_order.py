@@ -127,7 +127,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def restart_of_the_server(self):
-        # Who died before has lost its tickets; only then is the state saved.
+        # Dead workers lose their leases before the state is saved.
         alive = ask(self.board, "alive")
         for worker in self.held:
             if NAMES[worker] not in alive:
@@ -143,7 +143,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self.held[worker] = []
         self.restart()
         for client in self.clients.values():
-            client("join")  # As workers do who see that the server is another one.
+            client("join")  # Workers do this when they see a new incarnation.
 
     def restart(self):
         wal = {key: json.loads(value) for key, value in self.wal.items()}

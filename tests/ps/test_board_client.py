@@ -3,7 +3,7 @@
 from replicax.ps.session import ReplayLog
 
 
-def test_only_the_last_call_of_each_name_is_repeated_in_order() -> None:
+def test_only_the_last_call_of_each_name_is_replayed_in_order() -> None:
     log = ReplayLog()
     log.record("put", {"key": "epoch", "value": 1})
     log.record("arrive", {"barrier": "end of epoch 1", "worker": "worker:0"})
@@ -15,7 +15,7 @@ def test_only_the_last_call_of_each_name_is_repeated_in_order() -> None:
     ]
 
 
-def test_of_streams_only_the_newest_is_opened_and_ended_again() -> None:
+def test_only_calls_of_the_newest_stream_are_replayed() -> None:
     log = ReplayLog()
     log.record("open", {"stream": "fit 1/epoch/1", "limit": 9})
     log.record("end", {"stream": "fit 1/epoch/1", "length": 5})
@@ -24,7 +24,7 @@ def test_of_streams_only_the_newest_is_opened_and_ended_again() -> None:
     assert log.calls() == [("open", {"stream": "fit 1/epoch/2", "limit": 9})]
 
 
-def test_what_is_old_is_forgotten() -> None:
+def test_old_calls_are_dropped() -> None:
     log = ReplayLog()
     for number in range(1000):
         log.record("arrive", {"barrier": f"end of epoch {number}"})

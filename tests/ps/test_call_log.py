@@ -1,4 +1,4 @@
-"""The write-ahead log outlives the process; sessions that were replaced stay so."""
+"""The write-ahead log survives a restart; replaced sessions stay replaced."""
 
 import os
 
@@ -39,7 +39,7 @@ def test_the_newest_values_are_read_back_in_their_order(tmp_path):
     assert WriteAheadLog(path).newest == {("b",): 1, ("c",): 2}
 
 
-def test_a_line_that_was_cut_off_is_no_line(tmp_path):
+def test_a_truncated_last_line_is_skipped(tmp_path):
     path = tmp_path / "wal"
     wal = WriteAheadLog(path)
     wal.append(["a"], 1)
@@ -48,7 +48,7 @@ def test_a_line_that_was_cut_off_is_no_line(tmp_path):
     assert WriteAheadLog(path).newest == {("a",): 1}
 
 
-def test_a_full_disk_is_told_of_once_and_leaves_nothing_stale(
+def test_a_full_disk_is_logged_once_and_leaves_no_stale_log(
     tmp_path, caplog, monkeypatch
 ):
     path = tmp_path / "wal"
@@ -69,7 +69,7 @@ def test_a_full_disk_is_told_of_once_and_leaves_nothing_stale(
     assert WriteAheadLog(path).newest == {("a",): 2, ("b",): 7}
 
 
-def test_a_replaced_process_stays_replaced_where_the_snapshot_is_older():
+def test_a_replaced_session_stays_replaced_after_a_restart():
     entries = {}
     sessions = Sessions(lambda key, value: entries.update({(*key,): value}))
     sessions.admit("w:0", "a")
@@ -81,7 +81,7 @@ def test_a_replaced_process_stays_replaced_where_the_snapshot_is_older():
     assert not again.has_ended("b")
 
 
-def test_a_process_that_was_stopped_as_it_joined_comes_too_late():
+def test_a_session_that_was_replaced_elsewhere_is_refused():
     """It joined before the newest one, and tells this server of it afterwards."""
     sessions = Sessions()
     sessions.admit("w:0", "newest", before=["first", "stopped"])

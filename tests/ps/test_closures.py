@@ -1,4 +1,4 @@
-"""Closures: who gets them, retries, errors, results, and what is kept."""
+"""The queue of closures: assignment to workers, retries, errors and results."""
 
 import json
 from collections import Counter
@@ -92,7 +92,7 @@ def test_a_closure_that_kills_its_workers_is_an_error_that_names_them():
     assert is_over(closures)
 
 
-def test_leaving_in_peace_is_no_try():
+def test_a_worker_that_leaves_does_not_count_as_an_attempt():
     closures = Closures(max_retries=0)
     schedule(closures, "x")
     taken(closures, A)
@@ -100,7 +100,7 @@ def test_leaving_in_peace_is_no_try():
     assert taken(closures, B) == "x"
 
 
-def test_an_error_cancels_what_is_queued_and_is_told_once():
+def test_an_error_cancels_queued_closures_and_is_reported_once():
     closures = Closures()
     schedule(closures, "bad", "running", "queued")
     taken(closures, A)
@@ -124,7 +124,7 @@ def test_an_error_cancels_what_is_queued_and_is_told_once():
     assert closures.raise_if_failed() == ERROR
 
 
-def test_what_ran_when_another_failed_is_not_tried_again():
+def test_a_closure_that_ran_during_an_error_is_not_retried():
     closures = Closures()
     schedule(closures, "bad", "running")
     taken(closures, A)
@@ -157,7 +157,7 @@ def test_the_bytes_of_payloads_are_bounded():
     assert closures.schedule("y", large, "step", CHIEF) == Scheduled()
 
 
-def test_what_a_replaced_chief_scheduled_is_dropped():
+def test_closures_of_a_replaced_chief_are_dropped():
     closures = Closures()
     schedule(closures, "a", "b", "c")
     taken(closures, A)

@@ -79,7 +79,7 @@ def connect(address, **more):
 ONE = {"x": np.ones(1, np.float32)}
 
 
-def test_a_server_that_is_not_there_is_named_after_the_deadline():
+def test_an_unreachable_server_is_named_after_the_deadline():
     address = free_address()
     with connect(address, retry_timeout_seconds=1) as connection:
         began = time.monotonic()
@@ -115,7 +115,7 @@ def test_a_connection_survives_restarts_of_the_server(adds):
         services[2].close()
 
 
-def test_a_server_that_never_answers_to_a_message(service, adds):
+def test_a_server_that_never_answers_is_lost(service, adds):
     go_on = threading.Event()
     adds.before = lambda: go_on.wait(20)
     with connect(
@@ -137,7 +137,7 @@ def test_the_deadline_of_one_message_may_be_longer(service, adds):
     assert adds.calls == 1
 
 
-def test_a_refusal_is_not_tried_again(service, adds):
+def test_a_refusal_is_not_retried(service, adds):
     with connect(service.address) as connection:
         began = time.monotonic()
         with pytest.raises(ServerRefused, match="elements") as caught:
@@ -176,7 +176,7 @@ def test_many_threads_share_a_connection(service, adds):
         assert connection.exchange_header({"op": "add"}, ONE)[0] == {"total": 81.0}
 
 
-def test_closing_ends_what_waits_in_another_thread(service, adds):
+def test_closing_fails_an_exchange_in_another_thread(service, adds):
     go_on = threading.Event()
     adds.before = lambda: go_on.wait(20)
     connection = connect(service.address, reply_timeout_seconds=60)
@@ -212,7 +212,7 @@ def test_an_ipv6_address():
         service.close()
 
 
-def test_an_address_that_is_none():
+def test_an_invalid_address_is_refused():
     with pytest.raises(ValueError, match="'ps0' is not a server's address: it has no"):
         connect("ps0")
 

@@ -194,7 +194,7 @@ def hide_errors(coordinator, caught, bad):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
-def test_an_error_is_raised_once_with_its_traceback_and_then_it_goes_on():
+def test_an_error_is_raised_once_with_its_traceback():
     results = run(make_mistakes)
     found, good, later = results["chief:0"].value
     assert good == "goes on"
@@ -423,7 +423,7 @@ def assign():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
-def test_what_the_chief_assigns_holds_and_functions_see_the_newest_values():
+def test_functions_see_the_newest_and_assigned_values():
     results = run(assign)
     expected = [[-2.0, -3.0], [-2.0, -13.0], [99.0, -13.0]]
     found, is_same = results["chief:0"].value
@@ -450,7 +450,7 @@ def test_the_guides_script_trains(tmp_path):
     assert float(accuracy[1]) > 0.8
 
 
-def test_it_takes_a_parameter_server_strategy():
+def test_other_strategies_are_refused():
     import replicax as rx
     from replicax.ps.coordinator import ClusterCoordinator
 

@@ -162,7 +162,7 @@ def test_each_closure_counts_once(tmp_path, fault, tasks):
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("kind", ["push_rows", "push"])
-def test_a_closure_that_is_half_pushed_counts_once(tmp_path, kind, fault):
+def test_a_closure_lost_between_its_pushes_counts_once(tmp_path, kind, fault):
     """Its worker is lost, or stopped while the closure ends elsewhere."""
     job_options = {"workers": 3, "deadline_seconds": 150}
     kwargs = {"options": durable(tmp_path), "kind": kind, "fault": fault}
@@ -198,7 +198,7 @@ def with_old_snapshots(tmp_path, held, tasks):
 
 
 @pytest.mark.parametrize("tasks", [("ps:0",), ("ps:1",), SERVERS])
-def test_closures_that_a_snapshot_lacks_run_again_or_are_lost(tmp_path, tasks):
+def test_closures_missing_in_a_snapshot_are_retried_or_lost(tmp_path, tasks):
     """Server 0 has all of the round in its snapshot, few of them as finished."""
     with with_old_snapshots(tmp_path, (8, 9), tasks) as job:
         results = job.ended(100)
@@ -236,7 +236,7 @@ def test_a_worker_is_killed_while_it_makes_its_dataset(tmp_path):
     check(results)
 
 
-def test_a_chief_that_is_killed_goes_on_from_the_scripts_checkpoint(tmp_path):
+def test_a_killed_chief_continues_from_the_scripts_checkpoint(tmp_path):
     options = durable(tmp_path)
     program = rounds_with_checkpoints
     with Job(

@@ -113,7 +113,7 @@ def assign_in_functions(strategy, coordinator):
     return found
 
 
-def test_what_functions_assign_counts_whichever_worker_runs_them(tasks):
+def test_assignments_of_functions_count_on_any_worker(tasks):
     total = float(sum(range(NUM_CLOSURES)))
     for found in of(tasks, "assign_in_functions"):
         assert found["seen"] == total
@@ -285,7 +285,7 @@ def evaluate_shards(strategy, coordinator):
     return found | {"of all": (metric.name, float(metric.result()))}
 
 
-def test_metrics_that_functions_make_do_not_count_as_the_scripts(tasks):
+def test_metrics_that_functions_create_keep_the_scripts_names(tasks):
     expected = {"of shards": ("auc", 0.75), "of all": ("auc_1", 0.75)}
     assert of(tasks, "evaluate_shards") == [expected] * len(tasks)
     warning = "assigned the bool variable 'flag'. The value stays on this worker"

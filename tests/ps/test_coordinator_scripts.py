@@ -1,4 +1,4 @@
-"""What scripts of a `ClusterCoordinator` rely on, whichever worker runs a function."""
+"""Random numbers, replica ids, dtypes and models in functions of a coordinator."""
 
 import random
 import time
@@ -65,7 +65,7 @@ def draw_random_numbers(strategy, coordinator):
     return found | {"script": (random.random(), np.random.rand())}
 
 
-def test_workers_draw_other_random_numbers_and_scripts_the_same(found):
+def test_functions_draw_different_random_numbers_and_scripts_equal_ones(found):
     chief, *workers = [each["draw_random_numbers"] for each in found]
     assert workers == [chief, chief]
     for name in ("shuffled", "drawn"):
@@ -123,7 +123,7 @@ def use_wide_dtypes(strategy, coordinator):
     return int(count.value), float(weight.value)
 
 
-def test_variables_may_ask_for_wider_dtypes_than_jax_gives(found):
+def test_variables_may_have_wider_dtypes_than_jax(found):
     # Two replicas, whose gradients are summed.
     expected = (6, 1.0 - 3 * 2 * 0.25)
     assert [each["use_wide_dtypes"] for each in found] == [expected] * 3

@@ -358,7 +358,7 @@ def test_many_lookups_at_once_do_not_block_each_other():
 
 
 @pytest.mark.parametrize("num_replicas", [0, 2])
-def test_elsewhere_it_is_the_keras_layer(pixels, num_replicas, tmp_path):
+def test_without_servers_it_is_the_keras_layer(pixels, num_replicas, tmp_path):
     def fitted(layer_class):
         keras.utils.set_random_seed(3)
         model = digit_model(layer_class(NUM_ROWS, DIM, name="words"))
@@ -385,7 +385,7 @@ def test_elsewhere_it_is_the_keras_layer(pixels, num_replicas, tmp_path):
     loaded.load_weights(tmp_path / "plain.weights.h5")
 
 
-def test_the_seed_settles_first_values():
+def test_equal_seeds_give_equal_initial_values():
     def rows(seed):
         layer = Embedding(20, 4, "normal", seed=seed)
         layer.build()

@@ -88,7 +88,7 @@ def echo(connection, vectors=None):
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
-def test_a_server_that_vanished_is_named_after_the_time_for_its_return(
+def test_a_vanished_server_is_named_after_the_retry_timeout(
     server, network, is_waiting
 ):
     """Not after the time that a step may take; in a message, and in a call."""
@@ -110,7 +110,7 @@ def test_a_server_that_vanished_is_named_after_the_time_for_its_return(
 
 
 @pytest.mark.parametrize("seconds", [1.0, 5.0])
-def test_a_network_that_comes_back_is_used_again(network, seconds):
+def test_a_connection_survives_an_outage_of_the_network(network, seconds):
     with connected(network) as connection:
         echo(connection)
         network.is_dead = True
@@ -120,7 +120,7 @@ def test_a_network_that_comes_back_is_used_again(network, seconds):
         assert connection.call("hello") == {"server": 0}
 
 
-def test_a_connection_that_is_lost_without_a_word_is_made_anew(network):
+def test_a_silently_lost_connection_is_replaced(network):
     """As by a failover of a NAT, or a server's restart at another address."""
     with connected(network) as connection:
         echo(connection)
@@ -136,7 +136,7 @@ def test_a_connection_that_is_lost_without_a_word_is_made_anew(network):
             assert not thread.is_alive()
 
 
-def test_idle_connections_are_not_forgotten_between(network):
+def test_idle_connections_stay_in_use(network):
     """By a NAT, in steps that are longer than its memory."""
     network.forgets_after_s = SILENCE_S
     with connected(network) as connection:
@@ -147,7 +147,7 @@ def test_idle_connections_are_not_forgotten_between(network):
         assert network.num_connections == 1
 
 
-def test_an_idle_connection_that_is_lost_is_found_before_it_is_needed(network):
+def test_a_lost_idle_connection_is_detected_before_its_next_use(network):
     with connected(network) as connection:
         echo(connection)
         network.lose()
@@ -155,7 +155,7 @@ def test_an_idle_connection_that_is_lost_is_found_before_it_is_needed(network):
         assert echo(connection)[1] < 1
 
 
-def test_a_server_that_works_for_longer_is_waited_for(server, network):
+def test_a_slow_operation_does_not_time_out(server, network):
     with connected(network) as connection:
         server.wait = lambda: time.sleep(2 * SILENCE_S)
         assert echo(connection)[0] == 1
@@ -186,7 +186,7 @@ def test_a_large_message_over_a_slow_network(network):
         assert network.num_connections == 1
 
 
-def test_a_call_that_is_too_large_for_the_first_attempt_has_longer_ones(network):
+def test_retries_of_a_large_call_have_longer_timeouts(network):
     network.bytes_per_s = 1 << 20
     with connected(network) as connection:
         assert connection.call("hello") == {"server": 0}
@@ -218,7 +218,7 @@ def test_a_connection_that_is_reset_within_a_vector(server, network, direction):
         assert network.num_connections == 2
 
 
-def test_a_half_closed_connection_is_made_anew(network):
+def test_a_half_closed_connection_is_replaced(network):
     with connected(network) as connection:
         echo(connection)
         network.half_close()

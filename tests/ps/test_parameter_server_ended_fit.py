@@ -1,7 +1,9 @@
-"""Tasks that die when `fit` is over: started again, they have the trained model."""
+"""Tasks that are killed after `fit` or at the end of the job, and then restarted."""
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -50,7 +52,7 @@ def die_after_fit(options, stops_early):
 
 
 @pytest.mark.parametrize("stops_early", [False, True])
-def test_who_is_started_again_after_fit_has_the_trained_values(tmp_path, stops_early):
+def test_a_worker_restarted_after_fit_has_the_trained_values(tmp_path, stops_early):
     workers = ("worker:0", "worker:1")
     with Job(tmp_path, die_after_fit, options={}, stops_early=stops_early) as cluster:
         for name in workers:
@@ -99,7 +101,7 @@ def die_in_the_second_fit(options):
     return {"weights": model.get_weights(), "epochs": epochs}
 
 
-def test_a_restarted_chief_passes_over_the_fits_that_have_ended(tmp_path):
+def test_a_restarted_chief_skips_fits_that_have_ended(tmp_path):
     with Job(tmp_path, die_in_the_second_fit, options={}) as cluster:
         chief = cluster.task("worker:0")
         assert chief.wait(timeout_seconds=60) == -signal.SIGKILL, chief.output
@@ -111,3 +113,36 @@ def test_a_restarted_chief_passes_over_the_fits_that_have_ended(tmp_path):
     others = results["worker:1"].value["weights"]
     for own, expected in zip(found["weights"], others, strict=True):
         np.testing.assert_array_equal(own, expected)
+
+
+def train_and_wait(options):
+    """Losses before and after an epoch; ends when the test says so."""
+    strategy = make(options)
+    with strategy.scope():
+        model = network()
+    first = model.evaluate(POINTS, LABELS, verbose=0)[0]
+    model.fit(POINTS, LABELS, batch_size=BATCH_SIZE, verbose=0)
+    last = model.evaluate(POINTS, LABELS, verbose=0)[0]
+    print("has trained", flush=True)
+    while not Path(os.environ["STOP_FILE"]).exists():
+        time.sleep(0.05)
+    return first, last
+
+
+def test_a_job_after_a_done_job_begins_from_scratch(tmp_path):
+    options = {"snapshot_dir": str(tmp_path / "snapshots"), "snapshot_every_updates": 1}
+    with Job(tmp_path, train_and_wait, workers=1, options=options) as cluster:
+        cluster.task("worker:0").wait_for("has trained")
+        # It will not hear of the end.
+        os.kill(cluster.task("ps:1").pid, signal.SIGSTOP)
+        cluster.stop_file.touch()
+        assert cluster.task("worker:0").wait(timeout_seconds=60) == 0
+        assert cluster.task("ps:0").wait(timeout_seconds=60) == 0
+        cluster.kill("ps:1")
+    with Job(tmp_path, train_and_wait, workers=1, options=options) as cluster:
+        results = cluster.ended(60)
+    first, last = all_done(results)
+    assert last < first
+    for name in ("ps:0", "ps:1"):
+        assert "of an earlier job" in results[name].output
+        assert "goes on from its snapshot" not in results[name].output

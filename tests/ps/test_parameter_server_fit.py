@@ -40,7 +40,7 @@ def train(cases):
     staleness = strategy.staleness(), dict(strategy.session.staleness)
     strategy.session.barrier("the end is seen")
     with strategy.scope():
-        # This worker ends, which the chief goes on without.
+        # This worker ends; the chief continues without it.
         results["mismatch"] = another_model_than_the_chief_has(strategy)
     return results, *staleness
 
@@ -76,7 +76,7 @@ def others(tmp_path_factory):
 
 
 def equal_outcome(workers, name):
-    """A case's outcome, the very same on both workers, but for each one's own."""
+    """A case's outcome, equal on both workers, and the values of each worker's own."""
     found = [dict(results[name]) for results, _, _ in workers]
     for outcome_of in found:
         assert "failed" not in outcome_of, outcome_of["failed"]
@@ -99,7 +99,6 @@ NUM_STEPS = {
 SLOW_NUM_STEPS = {
     "sparse_rows": 22,
     "generator_in_epochs": 20,
-    "py_dataset": 22,
     "arrays_in_epochs_of_some_steps": 15,
     "generator_that_ends": 11,
     "steps_per_execution": 22,
@@ -229,7 +228,7 @@ def test_all_stop_in_the_middle_of_an_epoch(most, name):
     assert sum(batches) == found["iterations"]
 
 
-def test_weights_that_the_chief_assigns_are_everywhere(most):
+def test_all_workers_get_weights_that_the_chief_assigns(most):
     found, _ = equal_outcome(most, "weights_that_the_chief_assigns")
     for weights, value in ((found["first"], 0.25), (found["second"], 0.5)):
         # The learning rate is 0; the moving statistics do move.
@@ -264,7 +263,7 @@ def test_each_worker_evaluates_all_of_a_distributed_dataset(most):
     np.testing.assert_allclose(*found["predicted"], rtol=1e-5)
 
 
-def test_what_steps_count_is_counted_for_all_workers(most):
+def test_counters_of_steps_are_summed_over_workers(most):
     found, last = equal_outcome(most, "variables_that_steps_count_in")
     assert found["counted"] == [[22, 2 * NUM], [111, 3 * NUM]]
     # What a step sets, without the old value, is each worker's own.
@@ -283,7 +282,7 @@ def test_logs_of_own_steps_are_those_of_all_workers(most):
         assert "\b" not in text
 
 
-def test_a_maximum_is_named_where_workers_add_it_up(most):
+def test_metrics_that_are_no_sums_are_warned_about(most):
     found, _ = equal_outcome(most, "warnings_of_a_maximum")
     assert found == {
         "own_metric": False,
@@ -310,7 +309,7 @@ def test_weightless_examples_change_nothing(others):
 
 
 @pytest.mark.slow
-def test_masks_differ_between_workers(others):
+def test_dropout_masks_differ_between_workers(others):
     _, own = equal_outcome(others, "dropout_masks")
     assert (own[0]["mask"] != own[1]["mask"]).mean() > 0.2
 

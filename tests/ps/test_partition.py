@@ -7,6 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicax.ps.group_vectors import (
+    cut_slots,
+    join_slots,
+    slots_from_message,
+    slots_to_message,
+)
 from replicax.ps.partition import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -66,7 +72,7 @@ def test_first_shards_have_a_row_more() -> None:
     assert [p.shape for p in group.shards] == [(3, 2), (3, 2), (2, 2), (2, 2)]
 
 
-def test_scalars_are_not_asked_about() -> None:
+def test_the_partitioner_is_not_called_for_scalars() -> None:
     def partitioner(shape, dtype):
         raise AssertionError("it was called")
 
@@ -74,7 +80,7 @@ def test_scalars_are_not_asked_about() -> None:
     assert group.shards[0].rows is None
 
 
-def test_largest_go_first_and_order_stays() -> None:
+def test_the_largest_shards_are_assigned_first() -> None:
     sizes = [1, 8, 2, 5, 3]
     infos = [info(path=str(n), shape=(n,)) for n in sizes]
     group = place("g", ADD, infos, 2)
@@ -171,3 +177,34 @@ def test_every_row_is_on_one_server_and_servers_are_balanced(
     assert sum(loads) == sum(
         math.prod(i.shape) * np.dtype(i.dtype).itemsize for i in infos
     )
+
+
+# Optimizer state.
+
+SHAPES = st.lists(
+    st.lists(st.integers(1, 5), max_size=2).map(tuple), min_size=1, max_size=5
+)
+
+
+@settings(database=None, max_examples=40)
+@given(SHAPES, st.integers(1, 3), st.none() | st.integers(2, 4))
+def test_slots_survive_cutting_and_joining(shapes, num_servers, num_shards) -> None:
+    infos = [
+        VariableInfo(path=f"v{i}", shape=shape, dtype="float32")
+        for i, shape in enumerate(shapes)
+    ]
+    partitioner = None if num_shards is None else FixedShardsPartitioner(num_shards)
+    rule = {"kind": "optimizer", "config": {}}
+    group = place("weights", rule, infos, num_servers, partitioner)
+    rng = np.random.default_rng(0)
+    slots = {("iteration", None): np.array(7)}
+    slots |= {("momentum", i): rng.random(shape) for i, shape in enumerate(shapes)}
+    on_servers = {}
+    for server in {part.server for part in group.shards}:
+        header, vectors = slots_to_message(cut_slots(group, slots, server))
+        assert all(vector.ndim == 1 for vector in vectors.values())
+        on_servers[server] = slots_from_message(header, vectors)
+    again = join_slots(group, on_servers)
+    assert again.keys() == slots.keys()
+    for key, array in slots.items():
+        np.testing.assert_array_equal(again[key], array)

@@ -18,7 +18,7 @@ def present(sessions: Sessions | None = None) -> Presence:
     return Presence([CHIEF, OTHER], timeouts, sessions or Sessions(), now=0.0)
 
 
-def test_a_silent_worker_is_dead_and_returns_with_its_next_sign():
+def test_a_silent_worker_is_dead_until_its_next_heartbeat():
     presence = present()
     presence.join(CHIEF, "a", 0.0)
     presence.join(OTHER, "b", 0.0)
@@ -31,7 +31,7 @@ def test_a_silent_worker_is_dead_and_returns_with_its_next_sign():
     assert presence.alive() == [CHIEF, OTHER]
 
 
-def test_who_has_not_joined_or_has_left_is_refused():
+def test_heartbeats_before_join_and_after_leave_are_refused():
     presence = present()
     with pytest.raises(RequestError, match=r"no worker 'worker:7'.*:0 and w"):
         presence.join("worker:7", "a", 0.0)
@@ -55,7 +55,7 @@ def test_the_job_is_done_when_the_chief_left_and_nobody_is_alive():
     assert presence.failure(1000.0) is None
 
 
-def test_who_may_be_starting_still_is_waited_for():
+def test_the_job_waits_for_workers_that_may_still_be_starting():
     presence = present()
     presence.join(CHIEF, "a", 0.0)
     presence.leave(CHIEF, "a", True, None, 1.0)
@@ -99,7 +99,7 @@ def test_a_job_without_workers_fails():
     assert "no worker has been alive for 100 s" in presence.failure(110.1)
 
 
-def test_a_loaded_state_gives_everybody_time():
+def test_a_restart_renews_all_deadlines():
     presence = present()
     presence.join(CHIEF, "a0", 0.0)
     presence.join(CHIEF, "a", 0.0)

@@ -128,7 +128,7 @@ def assert_equal(actual, expected):
     st.integers(1, NUM_SERVERS),
     st.sampled_from([SHARDING, ON_ONE]),
 )
-def test_values_come_back_as_they_were_sent(
+def test_values_survive_a_round_trip(
     session, variables, partitioner, num_servers, sharding
 ):
     group = group_of(variables, partitioner, num_servers)
@@ -146,7 +146,7 @@ def test_values_come_back_as_they_were_sent(
     assert_equal(other.values, [-v for v in values])
 
 
-def test_a_program_that_donates_values_leaves_what_was_received_alone():
+def test_donated_values_do_not_overwrite_received_bytes():
     """On one CPU device values are views of it, so that nothing is copied."""
     group = group_of([((64, 16), "float32"), ((16,), "float32")], None, 1)
     layout = GroupLayout(group, ON_ONE, None)
@@ -172,7 +172,7 @@ def test_a_program_that_donates_values_leaves_what_was_received_alone():
     ],
 )
 @given(VARIABLES, st.sampled_from(PARTITIONERS))
-def test_each_gradient_gets_to_its_variable(session, variables, partitioner):
+def test_each_gradient_reaches_its_variable(session, variables, partitioner):
     variables = [(shape, "float32") for shape, _ in variables]
     group = group_of(variables, partitioner)
     values = [array_of(*v, seed=i) for i, v in enumerate(variables)]
@@ -186,7 +186,7 @@ def test_each_gradient_gets_to_its_variable(session, variables, partitioner):
     assert set(remote.versions.values()) == {1}
 
 
-def test_gradients_travel_as_bfloat16(session):
+def test_gradients_are_sent_as_bfloat16(session):
     group = group_of([((1000, 30), "float32")], None, 1)
     sent = {}
     for compression in (None, "bfloat16"):
@@ -232,7 +232,7 @@ def test_another_group_of_that_name_is_refused(session):
         )
 
 
-def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session, caplog):
+def test_a_restarted_chief_continues_the_restored_step_count(session, caplog):
     optimizer = keras.optimizers.SGD(0.5)
     infos = [VariableInfo(path="w", shape=(2,), dtype="float32")]
     rule = optimizer_rule(optimizer, [])

@@ -1,4 +1,4 @@
-"""A worker's rows: fetched from several servers, pushed once, and what goes wrong."""
+"""A worker's rows: pulls from several servers, pushes, and failures."""
 
 import dataclasses
 import socket
@@ -147,7 +147,7 @@ def step(rows, ids, value=1.0, name="words"):
 
 
 def begun(rows, ids, value, name="words"):
-    """A step's pushes, which are under way."""
+    """Run a step, and start its pushes."""
     ids = np.asarray(ids)
 
     def program():
@@ -158,7 +158,7 @@ def begun(rows, ids, value, name="words"):
     return rows.push([name])
 
 
-def test_a_push_has_longer_than_a_pull_within_a_program(make_rows, monkeypatch):
+def test_a_push_has_a_longer_timeout_than_a_pull_in_a_program(make_rows, monkeypatch):
     """As over a slow network, where it may be large."""
     monkeypatch.setattr(rows_module, "_REPLY_SECONDS", 0.5)
     handle, handled = PushRows.handle, Counter()
@@ -176,7 +176,7 @@ def test_a_push_has_longer_than_a_pull_within_a_program(make_rows, monkeypatch):
     assert handled == {0: 1, 1: 1}
 
 
-def test_rows_come_from_where_they_lie(rows, servers):
+def test_rows_are_pulled_from_their_servers(rows, servers):
     whole = everything(rows)
     assert whole.shape == (NUM_ROWS, DIM)
     np.testing.assert_array_equal(
@@ -219,7 +219,7 @@ def test_a_program_fetches_the_same_rows_once(rows):
     np.testing.assert_allclose(rows.run_program(program), first - 0.5, atol=1e-7)
 
 
-def test_what_a_program_leaves_that_is_not_pushed_is_forgotten(rows):
+def test_gradients_that_were_not_pushed_are_dropped(rows):
     before = everything(rows)
     rows.run_program(
         lambda: rows.collect("words", np.array([1]), np.ones((1, DIM), np.float32))
@@ -266,7 +266,7 @@ def test_complete_waits_for_callbacks(rows):
         rows.run_program(lambda: program(jnp.float32(1)))
 
 
-def test_one_seed_stands_on_all_servers(make_rows):
+def test_all_servers_use_one_seed(make_rows):
     first, second = make_rows(), make_rows(1)
     threads = [
         threading.Thread(target=source.create, args=(table("words", seed=seed),))
@@ -284,7 +284,7 @@ def test_one_seed_stands_on_all_servers(make_rows):
     assert any((everything(first) == candidate).all() for candidate in candidates)
 
 
-def test_an_anchor_that_does_not_decay_keeps_its_rows(make_rows):
+def test_rows_do_not_decay_if_their_anchor_is_excluded(make_rows):
     rows = make_rows()
     config = {**ADAM, "weight_decay": 0.5}
     changes = []
@@ -298,7 +298,7 @@ def test_an_anchor_that_does_not_decay_keeps_its_rows(make_rows):
     assert changes[0] > 0 == changes[1]
 
 
-def test_gradients_may_travel_as_bfloat16(make_rows):
+def test_gradients_may_be_sent_as_bfloat16(make_rows):
     sizes = []
     for i, compression in enumerate((None, "bfloat16")):
         rows = make_rows(i, compression=compression)
@@ -312,7 +312,7 @@ def test_gradients_may_travel_as_bfloat16(make_rows):
     assert sizes[0] - sizes[1] > 100 * DIM
 
 
-def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, caplog):
+def test_a_program_that_lost_a_server_is_retried(rows, servers, monkeypatch, caplog):
     monkeypatch.setattr(rows_module, "_RETRY_SECONDS", 0.3)
     expected = everything(rows)[1:3]
     runs, timers = [], []

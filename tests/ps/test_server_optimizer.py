@@ -1,4 +1,4 @@
-"""A rule's steps are those of the same Keras optimizer, applied here."""
+"""A server's optimizer makes the same steps as the Keras optimizer, applied here."""
 
 import copy
 import json
@@ -7,6 +7,8 @@ import jax
 import keras
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from replicax.ps.group_vectors import SlotKey
 from replicax.ps.optimizers import (
@@ -19,6 +21,7 @@ from replicax.ps.partition import (
     FixedShardsPartitioner,
     VariableGroup,
     VariableInfo,
+    VariableShard,
     place,
 )
 from replicax.ps.server_optimizer import ServerOptimizer
@@ -211,7 +214,7 @@ def test_workers_clip_by_norms_over_all_servers(clip, scale) -> None:
 
 
 @pytest.mark.parametrize("by", ["names", "variables"])
-def test_exclusion_from_weight_decay_comes_along(by) -> None:
+def test_servers_apply_the_exclusion_from_weight_decay(by) -> None:
     def exclude(trained):
         if by == "names":
             return {"var_names": ["bias"]}
@@ -231,7 +234,7 @@ def test_constraints_are_applied_as_in_keras() -> None:
     assert np.linalg.norm(kernel, axis=0).max() <= 0.5 + 1e-5
 
 
-def test_a_learning_rate_assigned_later_and_iterations_come_along() -> None:
+def test_servers_start_from_the_learning_rate_and_iterations() -> None:
     rng = np.random.default_rng(2)
     trained = variables(rng)
     optimizer = keras.optimizers.SGD(SCHEDULE)
@@ -253,7 +256,7 @@ def test_a_learning_rate_assigned_later_and_iterations_come_along() -> None:
     assert config["config"]["learning_rate"] == 0.25
 
 
-def test_slots_say_what_belongs_to_which_part() -> None:
+def test_slots_are_listed_by_shard() -> None:
     local, group, rules, states = compare(
         keras.optimizers.Adam(0.1, use_ema=True), split=True
     )
@@ -282,7 +285,7 @@ def test_slots_say_what_belongs_to_which_part() -> None:
     assert seen == 3 * len(group.shards)
 
 
-def test_slots_of_one_part_are_set_alone() -> None:
+def test_slots_of_one_shard_are_set_alone() -> None:
     rule = optimizer_rule(keras.optimizers.Adam(0.1), [])
     infos = [VariableInfo(path=p, shape=(2,), dtype="float32") for p in "abc"]
     one = ServerOptimizer(place("three", rule, infos, 1), 0)
@@ -316,7 +319,7 @@ def test_bfloat16_gradients_and_several_dtypes() -> None:
     assert vectors["bfloat16"].tolist() == [0.5] * 2
 
 
-def test_vectors_handed_out_stay_and_callers_arrays_are_copied() -> None:
+def test_returned_vectors_do_not_change_and_arguments_are_copied() -> None:
     trained = variables(np.random.default_rng(3))
     group = grouped(optimizer_rule(keras.optimizers.Adam(0.5), trained), trained)
     rule = ServerOptimizer(group, 0)
@@ -357,7 +360,7 @@ def test_variables_of_equal_paths_are_kept_apart() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`")
-def test_what_cannot_run_on_servers_is_refused() -> None:
+def test_unsupported_optimizers_are_refused() -> None:
     sgd = keras.optimizers.SGD
     with pytest.raises(ValueError, match=r"LossScaleOptimizer.*loss_scale_factor"):
         optimizer_rule(keras.optimizers.LossScaleOptimizer(sgd()), [])
@@ -388,3 +391,60 @@ def test_what_cannot_run_on_servers_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"config of a Dense, expected"):
         rule.start(values)
+
+
+# Neighbouring shards are updated as one.
+
+NOT_NEGATIVE = keras.constraints.serialize(keras.constraints.NonNeg())
+DRAWN_SHARDS = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 3), max_size=2).map(tuple),
+        st.sampled_from(["float32", "float16"]),
+        st.sampled_from([None, NOT_NEGATIVE]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(database=None, max_examples=30)
+@given(DRAWN_SHARDS)
+def test_each_shard_is_updated_with_its_own_gradient_and_slots(drawn) -> None:
+    shards = [
+        VariableShard(
+            variable=i,
+            path=f"v{i}",
+            shape=shape,
+            dtype=dtype,
+            server=0,
+            constraint=constraint,
+        )
+        for i, (shape, dtype, constraint, _) in enumerate(drawn)
+    ]
+    rule = optimizer_rule(keras.optimizers.SGD(1.0, momentum=0.5), [])
+    rule["no_weight_decay"] = [i for i, each in enumerate(drawn) if each[-1]]
+    group = VariableGroup(name="g", rule=rule, shards=tuple(shards))
+    optimizer = ServerOptimizer(group, 0)
+    lengths = group.lengths_on(0)
+    gradients = {d: np.arange(n, dtype=d) for d, n in lengths.items()}
+    values, state = optimizer.start({d: 2 * g for d, g in gradients.items()})
+    values, state = optimizer.apply(values, state, gradients)
+    for dtype, gradient in gradients.items():
+        np.testing.assert_array_equal(values[dtype], gradient)
+
+    starts = dict.fromkeys(lengths, 0)
+    slots = optimizer.slots(state)
+    for i, shard in enumerate(shards):
+        start = starts[shard.dtype]
+        starts[shard.dtype] = start + shard.size
+        expected = -gradients[shard.dtype][start : start + shard.size]
+        momentum = slots[SlotKey("momentum", i)]
+        np.testing.assert_array_equal(momentum, expected.reshape(shard.shape))
+    changed = {
+        SlotKey("momentum", i): np.full(p.shape, i) for i, p in enumerate(shards)
+    }
+    again = optimizer.slots(optimizer.with_slots(state, changed))
+    for key, value in changed.items():
+        np.testing.assert_array_equal(again[key], value)
+    assert {k for k in slots if k.shard is not None} == set(changed)

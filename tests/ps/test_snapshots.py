@@ -137,7 +137,7 @@ def spoil_format(path) -> None:
         ("manifest.json", spoil_format, "version 99"),
     ],
 )
-def test_damaged_ones_are_named_and_skipped(
+def test_damaged_snapshots_are_named_and_skipped(
     tmp_path, caplog, file, damage, message
 ) -> None:
     snapshots = Snapshots(tmp_path, 0)
@@ -168,7 +168,7 @@ def test_the_thread_writes_after_so_many_updates(tmp_path) -> None:
     assert snapshots.restore().state["meta"]["groups"][0]["version"] == 5
 
 
-def test_the_thread_writes_after_some_time_if_there_is_news(tmp_path) -> None:
+def test_the_thread_writes_after_some_time_if_values_changed(tmp_path) -> None:
     store = filled(1)
     with closing(Snapshots(tmp_path, 0, every_seconds=0.2)) as snapshots:
         snapshots.start(store)
@@ -179,9 +179,7 @@ def test_the_thread_writes_after_some_time_if_there_is_news(tmp_path) -> None:
     assert written(snapshots) == ["snapshot-000000001"]
 
 
-def test_a_failed_write_is_logged_and_tried_again(
-    tmp_path, caplog, monkeypatch
-) -> None:
+def test_a_failed_write_is_logged_and_retried(tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr("replicax.ps.snapshots._RETRY_SECONDS", 0.05)
     store = filled(1)
     with closing(Snapshots(tmp_path, 0, every_updates=1)) as snapshots:
@@ -205,7 +203,7 @@ def test_wrong_arguments(tmp_path) -> None:
             Snapshots(tmp_path, 0, **arguments)
 
 
-def test_what_a_finished_job_has_left_is_not_restored(tmp_path, caplog) -> None:
+def test_snapshots_of_a_done_job_are_not_restored(tmp_path, caplog) -> None:
     snapshots = Snapshots(tmp_path, 0)
     snapshots.mark_done()  # Of a job without any.
     assert written(snapshots) == []
@@ -232,7 +230,7 @@ def test_a_folder_that_cannot_be_changed_is_no_failure_of_a_done_job(
     assert f"Delete {snapshots.folder} before the next job" in caplog.text
 
 
-def test_the_end_of_a_failed_job_is_not_written(tmp_path) -> None:
+def test_a_failed_job_writes_no_last_snapshot(tmp_path) -> None:
     snapshots = Snapshots(tmp_path, 0, every_updates=100)
     snapshots.start(store := filled(1))
     push(store, 2)
@@ -252,7 +250,7 @@ def test_with_a_snapshot_of_each_update_answers_wait_for_the_disk(tmp_path) -> N
             assert restored.group("g").version == number
 
 
-def test_a_full_disk_is_not_waited_for(tmp_path, monkeypatch) -> None:
+def test_answers_do_not_wait_for_a_full_disk(tmp_path, monkeypatch) -> None:
     def full(*_):
         raise OSError(28, "No space left on device")
 

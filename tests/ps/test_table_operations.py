@@ -159,13 +159,13 @@ def test_other_messages_are_refused(words, header, vectors, message):
         ({"more": 1}, "unknown field more"),
     ],
 )
-def test_tables_that_cannot_be_are_refused(connection, changes, message):
+def test_invalid_tables_are_refused(connection, changes, message):
     with pytest.raises(ServerRefused, match=message):
         connection.exchange_header({"op": "create_table", "spec": {**SPEC, **changes}})
     assert connection.call("store.status")["tables"] == {}
 
 
-def test_the_first_table_of_a_name_stands(words):
+def test_an_existing_table_is_kept(words):
     push(words, [3])
     again = {**SPEC, "seed": 5, "initializer": {"class_name": "Zeros", "config": {}}}
     answer, _ = words.exchange_header({"op": "create_table", "spec": again})
@@ -176,7 +176,7 @@ def test_the_first_table_of_a_name_stands(words):
         words.exchange_header({"op": "create_table", "spec": {**SPEC, "dim": 5}})
 
 
-def test_a_table_needs_an_optimizer_to_be_pushed_to(connection):
+def test_pushes_to_a_table_need_an_optimizer(connection):
     connection.exchange_header({"op": "create_table", "spec": SPEC})
     assert (rows(connection, 3) == 1).all()
     with pytest.raises(ServerRefused, match="Set its rule before rows are pushed"):
@@ -188,7 +188,7 @@ def test_a_table_needs_an_optimizer_to_be_pushed_to(connection):
             )
 
 
-def test_the_first_optimizer_stands(words):
+def test_a_table_keeps_its_first_optimizer(words):
     with pytest.raises(ServerRefused, match=r"\('SGD', 'Adam'\)"):
         words.call("tables.set_rule", table="words", rule=adam(), group="adam 1")
     with pytest.raises(ServerRefused, match=r"'momentum': \(0.0, 0.9\)"):
@@ -206,7 +206,7 @@ def test_the_first_optimizer_stands(words):
     assert rows(words, 5)[0, 0] == 0.875
 
 
-def test_tables_go_on_from_a_snapshot(tmp_path):
+def test_restored_tables_continue_like_the_originals(tmp_path):
     tables = VariableStore(1, 2)
     tables.create_table(spec_of())
     tables.create_table(spec_of(name="topics", dim=2, seed=1))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.ps.row_initializers import fill_rows
-from replicax.ps.table import Table, TableError, TableSpec, check_ids, sum_duplicates
+from replicax.ps.table import Table, TableError, TableSpec
 
 DIM = 3
 UNIFORM = keras.initializers.serialize(keras.initializers.get("uniform"))
@@ -251,13 +251,6 @@ def test_rows_of_another_server_are_refused():
         table.rows(np.array([3, 4]))
 
 
-def test_check_ids_and_sum_duplicates_take_nothing():
-    none = np.empty(0, np.int32)
-    assert check_ids(none, 5, "x").dtype == np.int64
-    ids, sums = sum_duplicates(none, np.empty((0, 2)))
-    assert (ids.shape, sums.shape) == ((0,), (0, 2))
-
-
 def test_the_learning_rate_can_be_set():
     zeros = {"class_name": "Zeros"}
     table, other = Table(spec_of(initializer=zeros)), Table(spec_of(initializer=zeros))
@@ -273,14 +266,14 @@ def test_the_learning_rate_can_be_set():
         table.set_learning_rate(float("nan"))
 
 
-def test_a_spec_goes_through_json():
+def test_a_spec_survives_json():
     spec = spec_of(keras.optimizers.Adam())
     assert TableSpec(**msgspec.to_builtins(spec)) == spec
     assert spec.fits(msgspec.structs.replace(spec, seed=9))
     assert not spec.fits(msgspec.structs.replace(spec, dim=9))
 
 
-def test_a_server_with_no_rows_takes_pushes():
+def test_a_server_without_rows_accepts_pushes():
     table = Table(spec_of(num_rows=2), server=2, num_servers=3)
     assert table.rows(np.empty(0, np.int64)).shape == (0, DIM)
     push(table, np.empty(0, np.int64), np.empty((0, DIM)), 0)

@@ -1,4 +1,4 @@
-"""Streams of step tickets: order, bounds on staleness, parts, losses, ends."""
+"""Leases on steps: order, bounded staleness, lost steps, and the end of a stream."""
 
 import json
 
@@ -34,41 +34,8 @@ def test_steps_that_a_worker_gives_up_are_lost():
     assert tickets.finish(B, [1]) == [1]
 
 
-def test_the_least_end_holds_and_voids_what_is_beyond():
-    tickets = StepTickets(length=None)
-    assert tickets.claim(A, 2) == [0, 1]
-    assert tickets.claim(B, 2) == [2, 3]
-    tickets.release(B)
-    tickets.end(3)
-    assert tickets.lost == {2: B}
-    tickets.end(9)
-    tickets.end(1)
-    assert tickets.length == 1
-    assert tickets.lost == {}
-    assert tickets.finish(A, [0, 1]) == [1]
-    assert (tickets.is_over, tickets.held) == (True, {})
-
-
-def test_an_end_without_length_lets_what_was_given_finish():
-    tickets = StepTickets(length=100)
-    tickets.claim(A, 2)
-    tickets.end(None)
-    assert (tickets.length, tickets.is_over, tickets.num_held) == (2, True, 2)
-    assert tickets.finish(A, [0, 1]) == []
-    assert (tickets.is_over, tickets.held) == (True, {})
-
-
-def test_staleness_zero_gives_one_step_at_a_time():
-    tickets = StepTickets(length=None, max_staleness=0)
-    assert tickets.claim(A, 3) == [0]
-    reason = tickets.claim(B, 1)
-    assert "step 0 of worker:0 was overtaken by 0" in reason
-    tickets.finish(A, [0])
-    assert tickets.claim(B, 1) == [1]
-
-
 class AnyOrderOfSteps(RuleBasedStateMachine):
-    """Streams against what a list of events says."""
+    """Compares the tickets with a simple model of the same events."""
 
     def make(self) -> StepTickets:
         return StepTickets(length=self.limit, max_staleness=self.bound)
@@ -93,7 +60,7 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
         given = self.tickets.claim(worker, count)
         if isinstance(given, str):
             assert self.bound is not None
-            if not self.held:  # Then somebody else's turn has come, who is served.
+            if not self.held:  # Then the first waiting worker can claim.
                 first = self.tickets.waiting[0]
                 assert first != worker, f"stuck: {given}"
                 assert given == f"it is the turn of {first}"
@@ -174,11 +141,12 @@ TestSteps.settings = settings(max_examples=60, stateful_step_count=40)
 def test_waiting_workers_take_turns():
     tickets = StepTickets(length=None, max_staleness=0)
     assert tickets.claim("a", 1) == [0]
-    assert "max_staleness=0" in tickets.claim("b", 1)
+    reason = "max_staleness=0: step 0 of a was overtaken by 0"
+    assert tickets.claim("b", 1).startswith(reason)
     tickets.finish("a", [0])
     assert tickets.claim("a", 1) == "it is the turn of b"
     assert tickets.claim("b", 1) == [1]
     tickets.finish("b", [1])
     tickets.claim("b", 1)
-    tickets.release("a")  # Who is gone has no turn.
+    tickets.release("a")  # A released worker loses its turn.
     assert tickets.claim("b", 1) == [2]

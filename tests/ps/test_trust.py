@@ -166,7 +166,7 @@ def test_a_wrong_token_is_refused_at_once(server, how):
     assert server.connection.call("board.alive") == []
 
 
-def test_no_token_opens_nothing(server):
+def test_calls_without_a_token_are_refused(server):
     flight = wire.flight()
     descriptor = flight.FlightDescriptor.for_path("x")
     with flight.FlightClient(f"grpc+tcp://{server.address}") as client:

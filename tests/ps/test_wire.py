@@ -1,4 +1,4 @@
-"""Messages over a real Flight stream, and announcements that must be refused."""
+"""Headers and announcements of vectors, and which of them are refused."""
 
 import ml_dtypes
 import pytest
@@ -16,7 +16,7 @@ from replicax.ps.wire import WireError, announced, exactly
         (b" " * (wire.HEADER_BYTES + 1), "the JSON has 4194305 bytes"),
     ],
 )
-def test_what_is_no_header_is_refused(data, why):
+def test_invalid_headers_are_refused(data, why):
     with pytest.raises(WireError, match=why):
         wire.read_json(data)
 
@@ -38,7 +38,7 @@ def test_what_is_no_header_is_refused(data, why):
         ([["float32", "float32", 1 << 29]], "has 536870912 elements; expected 10"),
     ],
 )
-def test_an_announcement_of_anything_else_is_refused(vectors, why):
+def test_other_announcements_are_refused(vectors, why):
     allowed = exactly({"float32": 10}, "bfloat16")
     with pytest.raises(WireError, match=why):
         announced({"vectors": vectors}, allowed)
@@ -55,7 +55,7 @@ def test_compressed_gradients_may_be_announced_for_floats_only():
         )
 
 
-def test_no_dtype_but_the_listed_ones_has_a_name():
+def test_unlisted_dtypes_are_refused():
     for name in ("object", "O", "V8", "datetime64", "__class__", ""):
         with pytest.raises(WireError, match="is no dtype"):
             wire.dtype_named(name)

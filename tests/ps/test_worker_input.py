@@ -21,7 +21,7 @@ def test_workers_take_turns_at_whole_batches(num_workers, num_batches):
     assert max(map(len, taken)) - min(map(len, taken)) <= 1
 
 
-def test_own_data_is_taken_whole():
+def test_a_workers_own_data_is_not_sharded():
     shard = ElasticInputShard(1, 3)
     assert list(shard.in_step(iter([1, 2, 3]), same_data=False, name="x")) == [1, 2, 3]
 
@@ -54,7 +54,7 @@ def test_closures_read_all_batches_and_files_are_divided_between_those_that_run_
     assert list(shards[0].in_step(iter([1, 2, 3, 4]))) == [1, 4]
 
 
-def test_a_chief_alone_reads_all():
+def test_a_single_worker_reads_all_data():
     shard = ElasticInputShard(0, 1)
     shard.read_in_closures()
     assert (shard.of_loop.worker, shard.of_loop.num_workers) == (0, 1)
@@ -98,7 +98,7 @@ def test_threads_of_a_py_dataset_give_each_batch_once_an_epoch():
 
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 5])
-def test_threads_are_ahead_differently_and_indices_mean_the_same(steps_per_epoch):
+def test_an_index_means_the_same_batch_on_all_workers(steps_per_epoch):
     size = steps_per_epoch or 11
     every = numbers_by_epoch(range(size), steps_per_epoch=steps_per_epoch)
     # Some of them only, as who reads a batch at the end is another one each time.
