@@ -220,15 +220,6 @@ def test_other_objects_than_functions_are_refused():
         FunctionNames().register(3)
 
 
-def test_too_many_different_functions_are_refused():
-    functions = FunctionNames()
-    for n in range(1000):
-        functions.register(closing_over(n))
-    functions.register(closing_over(7))  # Known.
-    with pytest.raises(ValueError, match="1000 different functions have been sched"):
-        functions.register(closing_over(1000))
-
-
 # Errors.
 
 

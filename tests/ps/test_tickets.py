@@ -24,16 +24,6 @@ def reloaded(tickets):
     return msgspec.convert(saved, StepTickets, str_keys=True)
 
 
-def test_steps_that_a_worker_gives_up_are_lost():
-    tickets = StepTickets(length=5)
-    assert tickets.claim(A, 3) == [0, 1, 2]
-    assert tickets.claim(B, 1) == [3]
-    assert tickets.give_up(A, [2, 1, 3]) == 2  # Step 3 is another's.
-    tickets.finish(A, [0])
-    assert (tickets.lost, tickets.num_held, tickets.finished) == ({2: A, 1: A}, 1, 1)
-    assert tickets.finish(B, [1]) == [1]
-
-
 class AnyOrderOfSteps(RuleBasedStateMachine):
     """Compares the tickets with a simple model of the same events."""
 

@@ -49,7 +49,6 @@ __all__ = [
 MAX_BYTES = 3 * 2**20
 """Bytes of a closure's arguments, or of its result, as JSON."""
 
-_MAX_NAMES = 1000
 _MAX_LENGTH = 200
 _KEPT_VALUES = 16
 
@@ -147,13 +146,6 @@ class FunctionNames:
 
     def _add(self, fn: Callable[..., PyTree]) -> str:
         plain = _qualified_name(fn)
-        if len(self._functions) >= _MAX_NAMES:
-            raise ValueError(
-                f"ClusterCoordinator.schedule: {_MAX_NAMES} different functions have "
-                f"been scheduled; the next one is {plain}. A function that is defined "
-                "again with other closed-over values counts as different: define it "
-                "once, and pass changing values through args."
-            )
         number = self._used.get(plain, 0)
         self._used[plain] = number + 1
         name = plain if number == 0 else f"{plain} ({number + 1})"

@@ -129,22 +129,15 @@ class Streams(msgspec.Struct):
         leased = tickets.claim(worker, count)
         return Claimed(wait=leased) if isinstance(leased, str) else Claimed(leased)
 
-    def finish(
-        self,
-        stream: Name,
-        worker: Name,
-        indices: list[Count],
-        given_up: list[Count] = [],  # noqa: B006 - never changed
-    ) -> list[int]:
-        """Record that the updates of leased steps are applied.
+    def finish(self, stream: Name, worker: Name, indices: list[Count]) -> list[int]:
+        """Record that leased steps are finished: their updates are applied.
 
-        The worker gives up the steps `given_up` without training on them. Returns the
-        steps that the worker no longer held, because it counted as dead for a while.
+        Returns the steps that the worker no longer held, because it counted as dead for
+        a while.
         """
         tickets = self._open_tickets(stream)
         if tickets is None:
             return indices
-        tickets.give_up(worker, given_up)
         late = tickets.finish(worker, indices)
         twice = [i for i in late if i < tickets.next and not tickets.is_beyond_end(i)]
         if twice:

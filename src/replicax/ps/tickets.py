@@ -106,16 +106,11 @@ class StepTickets(msgspec.Struct, kw_only=True):
         return self.length is not None and step >= self.length
 
     def release(self, worker: str) -> int:
-        """Give up all steps that a worker holds; return their number."""
+        """Mark all steps that a worker holds as lost; return their number."""
         if worker in self.waiting:
             self.waiting.remove(worker)
-        return self.give_up(worker, list(self.held.get(worker, ())))
-
-    def give_up(self, worker: str, steps: Sequence[int]) -> int:
-        """Give up the steps that the worker still holds; return their number."""
-        lost = [step for step in steps if step in self.held.get(worker, ())]
+        lost = self.held.pop(worker, {})
         for step in lost:
-            self._drop(worker, step)
             remember(self.lost, step, worker, most=_LOST_KEPT)
         return len(lost)
 

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +73,8 @@ class StepLeases:
 
     def finish_unused(self) -> None:
         """Finish all leased steps, because this worker's own data have ended."""
-        self._finish([self._pending.pop(), *self._ahead])
-        self._ahead.clear()
+        self._ahead.appendleft(self._pending.pop())
+        self._finish_ahead()
 
     def finish_applied(self) -> None:
         """Finish the steps whose updates are applied."""
@@ -87,11 +87,9 @@ class StepLeases:
         self._ahead.clear()  # Steps after the end, which the board has dropped.
 
     def stop(self) -> None:
-        """End the epoch for all workers; give up leased steps that have not begun."""
+        """End the epoch for all workers; finish leased steps that have not begun."""
         self._session.board("end", stream=self._stream)
-        if self._ahead:
-            self._finish([], given_up=list(self._ahead))
-            self._ahead.clear()
+        self._finish_ahead()
 
     def _claim_ahead(self) -> bool:
         """Lease the next steps; False at the epoch's end."""
@@ -160,14 +158,14 @@ class StepLeases:
         self._home.settle()
         return self._take_applied()
 
-    def _finish(self, steps: list[int], given_up: Sequence[int] = ()) -> None:
-        if steps or given_up:
-            self._session.once(
-                "finish",
-                stream=self._stream,
-                indices=steps,
-                given_up=list(given_up),
-            )
+    def _finish(self, steps: list[int]) -> None:
+        if steps:
+            self._session.once("finish", stream=self._stream, indices=steps)
+
+    def _finish_ahead(self) -> None:
+        """Finish steps without an update: no other worker can train on them."""
+        self._finish(list(self._ahead))
+        self._ahead.clear()
 
 
 class EpochBatches:
