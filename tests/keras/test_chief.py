@@ -60,7 +60,7 @@ def test_without_such_callbacks_there_is_no_folder(folder):
 
 
 class Tracker(keras.callbacks.Callback):
-    """A callback of the user's; `calls` has what it was called for."""
+    """A callback of the user's that records its calls."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batch normalization, whose statistics are of a replica's rows or of all rows."""
+"""Batch normalization by a replica's rows or by all rows; layers made elsewhere."""
 
 import keras
 import numpy as np

@@ -94,7 +94,7 @@ def test_masked_sequences(digits, same_as_one_device, reduction):
 
 
 def test_replicas_count_differently(digits):
-    """Else means of local means would pass the tests above."""
+    """Otherwise means of local means would pass the tests above."""
     tokens, _ = sequences(digits)
     for counted in (tokens[:BATCH_SIZE] > 0, uneven_weights()[:BATCH_SIZE]):
         for replicas in (2, 8):
@@ -194,7 +194,7 @@ def test_layers_forget_losses_of_an_earlier_trace(digits):
 
 
 def test_losses_of_layers_are_there_after_the_gradient(digits):
-    """A tape traces the step again, for which layers forget what they have added."""
+    """Layers keep their added losses until the step ends."""
     x, _ = digits
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""`rx.losses.whole_batch` and `per_example`: in `compile`, in steps of one's own."""
+"""`rx.losses.whole_batch` and `per_example` in `compile`, steps and custom loops."""
 
 import contextlib
 from typing import Any

@@ -94,7 +94,7 @@ def looped(
     make_step: Callable[[Any, Any], Callable[..., Any]] | None = None,
     num_steps: int = NUM_STEPS,
 ) -> dict[str, Any]:
-    """The state after a loop of one's own."""
+    """The state after a custom loop."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model, optimizer = network(), make_optimizer()
@@ -140,10 +140,9 @@ def assert_same(
 ) -> None:
     """Compare array by array.
 
-    Sums over a whole array, such as a norm, are added up in another order by parts, and
-    XLA fuses an update of a part otherwise than one of the whole. Both are worth about
-    1e-7 of a value in each step; an optimizer that divides by a root of small second
-    moments makes more of it.
+    Shards change the order of sums over a whole array, such as a norm, and XLA fuses an
+    update of a shard in another way. Both change about 1e-7 of a value in each step; an
+    optimizer that divides by a root of small second moments enlarges this.
     """
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, a), e in zip(

@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: loops of one's own, memory, errors, checkpoints."""
+"""`CentralStorageStrategy`: devices, custom loops, refusals, memory and copies."""
 
 import gc
 from collections.abc import Callable

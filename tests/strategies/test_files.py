@@ -1,4 +1,4 @@
-"""Files written under one strategy are read under another, and training goes on."""
+"""Files of one strategy are read under another, and training continues."""
 
 from collections.abc import Callable
 from pathlib import Path

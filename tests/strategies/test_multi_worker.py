@@ -180,7 +180,7 @@ def after_numbers_drawn_by_one(strategy):
     strategy.check_replicas(model.variables)
     return {
         "next": [random.random(), np.random.random()],
-        # Weights are made when nobody compares the workers' states.
+        # Creating weights does not compare the workers' random states.
         "before a model": error_of(
             rx.ClusterMismatchError,
             lambda: (draws_alone(strategy), fitted(strategy)),
@@ -283,7 +283,7 @@ def facts(strategy):
 
 
 def on_the_cpu():
-    """Whether data that are made on "the" CPU are in this process' memory."""
+    """Whether an array on Keras' device "cpu" is in this process' memory."""
     with keras.device("cpu"):
         array = keras.ops.ones(3)
     return bool(array.is_fully_addressable)

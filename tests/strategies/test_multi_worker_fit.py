@@ -124,7 +124,7 @@ def validation_split_and_single_batches():
 
 
 def uneven_batches_of_a_distributed_dataset():
-    """Batches of 9 on 4 replicas, and a last one of 4; by a loop of one's own, too."""
+    """Batches of 9 on 4 replicas, and a last one of 4; also in a custom loop."""
     strategy = rx.get_strategy()
     data = strategy.experimental_distribute_dataset((X, Y), batch_size=9)
     model = classifier(keras.optimizers.SGD(0.1, momentum=0.9))

@@ -146,7 +146,7 @@ class Halved(optimizers.SGD):
 
 
 class Clipped(optimizers.Adam):
-    """Clips gradients by a norm of its own; under other names, which it may have."""
+    """Clips gradients by its own norm; its arguments have other names."""
 
     def apply(self, gradients: Any, *args: Any, **kwargs: Any) -> None:
         norm = ops.sqrt(sum(ops.sum(ops.square(g)) for g in gradients))
@@ -500,7 +500,7 @@ def test_values_that_differ_between_replicas_are_refused(strategy: str) -> None:
 
 
 def test_clipping_changes_these_gradients() -> None:
-    """Else the cases of clipping could not fail."""
+    """Otherwise the cases of clipping could not fail."""
     clipped = expected("optimizer, clipnorm", 2)
     free = result_of_optimizer(lambda: optimizers.SGD(0.5))
     (kernel,) = [name for name in free if name.startswith("00 ")]
@@ -512,7 +512,7 @@ def result_of_optimizer(make: Callable[[], Any]) -> Any:
 
 
 def test_an_overflow_is_skipped() -> None:
-    """Else the case of the loss scale would not have met one."""
+    """Otherwise the case of the loss scale would test no overflow."""
     result = expected("optimizer, scaled", 2)
     assert all(np.isfinite(x).all() for k, x in result.items() if k != "history")
     (iterations,) = [x for k, x in result.items() if "iteration" in k][:1]

@@ -268,7 +268,7 @@ def test_the_step_scatters_and_gathers() -> None:
     whole, part = "f32[48,32]", "f32[12,32]"
     in_parts = collectives(sharded())
     assert ("reduce-scatter", part) in in_parts
-    # Of the weight; nobody needs the slots whole.
+    # Of the weight; the optimizer state is not gathered.
     assert in_parts.count(("all-gather", whole)) == 1
     # What is summed whole are the small arrays, joined to one.
     assert largest_sum(in_parts) < 48 * 32 <= largest_sum(collectives(mirrored()))

@@ -103,7 +103,7 @@ def test_jax_platforms_names_a_tpu() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 def test_hosts_of_a_slice_join() -> None:
-    """With CPU devices in place of chips: JAX is told that it is on a TPU VM."""
+    """CPU devices stand for chips; a variable makes JAX believe it is on a TPU VM."""
     port = free_ports(1)[0]
     env = environment(
         JAX_FORCE_TPU_INIT="1",

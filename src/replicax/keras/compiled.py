@@ -127,15 +127,10 @@ def computed_as_compiled(model: keras.Model) -> Generator[None]:
         return functools.partial(_update_metric, metric, update, is_compiled)
 
     with (
-        replaced_losses(model, _as_compiled),
+        replaced_losses(model, lambda loss: functools.partial(_compute_loss, loss)),
         replaced_methods([*model.metrics, *compiled], "update_state", update_of),
     ):
         yield
-
-
-def _as_compiled(loss: PyTree) -> PyTree:
-    is_replaced = getattr(loss, "func", None) is _compute_loss  # By an outer replay.
-    return loss if is_replaced else functools.partial(_compute_loss, loss)
 
 
 def _compute_loss(

@@ -125,7 +125,7 @@ class _ParameterDevice(ReplicaHome):
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on copies of the variables, and make its updates."""
         before = internals.read_values(program.variables)
-        stored = dict(zip(map(id, program.variables), before, strict=True))
+        value_of = dict(zip(map(id, program.variables), before, strict=True))
         is_new = program.is_new
         if program.at_home is None:
             program.at_home = list(map(self._compile, program.deferred_updates))
@@ -133,10 +133,10 @@ class _ParameterDevice(ReplicaHome):
         # would fill a device with the copies of later steps.
         while len(self._running) > 1:
             self._running.popleft().block_until_ready()
-        inputs = self._copies.of([stored[id(v)] for v in program.inputs])
+        inputs = self._copies.of([value_of[id(v)] for v in program.inputs])
         out, gradients, new = program(inputs, arrays)
         at_home = jax.device_put(new, self._sharding)
-        stored |= zip(map(id, program.written), at_home, strict=True)
+        value_of |= zip(map(id, program.written), at_home, strict=True)
         updates = list(
             zip(program.at_home, program.deferred_updates, gradients, strict=True)
         )
@@ -144,11 +144,13 @@ class _ParameterDevice(ReplicaHome):
         variables = [*program.written, *changed]
         # Updates donate the old values: an interrupt must not lose the new ones.
         if is_new or len(set(map(id, changed))) < len(changed):
-            one_by_one = itertools.chain(at_home, self._update_in_turn(updates, stored))
+            one_by_one = itertools.chain(
+                at_home, self._update_in_turn(updates, value_of)
+            )
             with Announced("compiling the update") if is_new else nullcontext():
                 uninterrupted(lambda: internals.write_values(variables, one_by_one))
         else:
-            calls = [self._bind(*update, stored) for update in updates]
+            calls = [self._bind(*update, value_of) for update in updates]
             values = itertools.chain.from_iterable(map(operator.call, calls))
             # One call into C, which no interrupt splits, not even an asynchronous
             # exception, which `uninterrupted` does not defer.
@@ -164,11 +166,11 @@ class _ParameterDevice(ReplicaHome):
         compiled: Wrapped,
         update: Update,
         gradients: Sequence[jax.Array],
-        stored: Mapping[int, jax.Array],
+        value_of: Mapping[int, jax.Array],
     ) -> Callable[[], list[jax.Array]]:
         """Bind an update to its arguments; the call donates the old values."""
-        num_variables = collections.Counter(map(id, stored.values()))
-        before = [stored[id(v)] for v in update.changed]
+        num_variables = collections.Counter(map(id, value_of.values()))
+        before = [value_of[id(v)] for v in update.changed]
         # Other variables may share a value: donate a copy of it.
         before = [jnp.copy(x) if num_variables[id(x)] > 1 else x for x in before]
         gradients = jax.device_put(gradients, self._sharding)
@@ -177,12 +179,12 @@ class _ParameterDevice(ReplicaHome):
     def _update_in_turn(
         self,
         updates: Iterable[tuple[Wrapped, Update, Sequence[jax.Array]]],
-        stored: dict[int, jax.Array],
+        value_of: dict[int, jax.Array],
     ) -> Iterator[jax.Array]:
         """Make updates one after the other: they may change the same variables."""
         for compiled, update, gradients in updates:
-            after = self._bind(compiled, update, gradients, stored)()
-            stored |= zip(map(id, update.changed), after, strict=True)
+            after = self._bind(compiled, update, gradients, value_of)()
+            value_of |= zip(map(id, update.changed), after, strict=True)
             yield from after
 
     def _compile(self, update: Update) -> Wrapped:
@@ -211,13 +213,13 @@ class _CopyCache:
         self._sharding = sharding
         self._copies: dict[int, tuple[weakref.ref[jax.Array], jax.Array]] = {}
 
-    def of(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+    def of(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the copies of values; copy values that are not in the cache."""
-        missing = {id(x): x for x in stored if not self._has(x)}
+        missing = {id(x): x for x in values if not self._has(x)}
         copies = jax.device_put(list(missing.values()), self._sharding)
         for value, copy in zip(missing.values(), copies, strict=True):
             self.keep(value, copy)
-        return [self._copies[id(x)][1] for x in stored]
+        return [self._copies[id(x)][1] for x in values]
 
     def keep(self, value: jax.Array, copy: jax.Array) -> None:
         """Cache the copy of a value, until the value is garbage-collected."""
