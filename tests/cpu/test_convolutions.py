@@ -506,3 +506,26 @@ def test_a_layer_of_one_tap_is_one_product() -> None:
         )
 
     assert lowered(layer, x, kernel).count("dot_general") == 1
+
+
+@pytest.mark.parametrize("outputs", [8, 384])
+def test_a_kernel_gradient_of_one_tap_is_one_product(outputs) -> None:
+    x, dy = jnp.ones((8, 6, 6, 64)), jnp.ones((8, 6, 6, outputs))
+
+    def gradient(x, dy):
+        kernel = jnp.ones((1, 1, 64, outputs))
+        return jax.linear_transpose(partial(conv, x), kernel)(dy)
+
+    text = lowered(gradient, x, dy)
+    assert text.count("dot_general") == 1
+    assert "concatenate" not in text  # Patches would be a copy for each position.
+
+
+def test_a_kernel_gradient_with_groups_does_not_grow_with_its_positions() -> None:
+    def num_operations(taps):
+        x, w = jnp.ones((4, 16, 16, 8)), jnp.ones((taps, taps, 1, 8))
+        forward = partial(depthwise, padding="SAME")
+        gradient = jax.linear_transpose(partial(forward, x), w)
+        return lowered(gradient, forward(x, w)).count("stablehlo.")
+
+    assert num_operations(5) == num_operations(3)
