@@ -75,13 +75,11 @@ class _StrategyMixin(PlacedVariable):
         shape, dtype = tuple(self.shape), stored_dtype(self)
         if device_put.has_no_devices(layout):
             return None
-        if is_small(shape):
-            return outside_meshes(lambda: small_value(initializer, shape, dtype))
-        if layout.is_fully_replicated:
-            return None
-        return outside_meshes(
-            lambda: computed_in_shards(initializer, shape, dtype, layout)
-        )
+        if not layout.is_fully_replicated:
+            return outside_meshes(
+                lambda: computed_in_shards(initializer, shape, dtype, layout)
+            )
+        return small_value(initializer, shape, dtype) if is_small(shape) else None
 
     def initialized(self) -> None:
         """Place a variable that was created in a trace."""
