@@ -52,6 +52,20 @@ def test_steps_on_cpus_allocate_memory_in_pieces() -> None:
     assert HEAP not in compiler_options({}, largest_bytes=heap_bytes() + 1)
 
 
+def test_steps_are_ordered_for_least_memory() -> None:
+    """XLA's default computes all eight products before it sums one."""
+
+    def temporaries(**options: int | str) -> int:
+        def fn(x: jax.Array) -> jax.Array:
+            return sum(jnp.sin(x @ (x * i)).sum() for i in range(8))
+
+        step = jax.jit(fn, compiler_options=options)
+        compiled = step.lower(jnp.ones((64, 64))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(**compiler_options({})) <= temporaries() // 2
+
+
 def test_convolutions_use_all_cores() -> None:
     """Eigen computes convolutions; YNNPACK, on one core, still computes products."""
 
