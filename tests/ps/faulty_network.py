@@ -63,7 +63,7 @@ class Network:
             cable.half_close()
 
     def close(self) -> None:
-        """End all connections, and accept none."""
+        """Close all connections, and accept no new ones."""
         self._server.close()
         self.reset()
 

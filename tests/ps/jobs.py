@@ -46,7 +46,7 @@ FAULTS = [
 ]
 
 
-# What the tasks run.
+# Programs of the tasks.
 
 
 def network():
@@ -84,7 +84,7 @@ class Watched(keras.callbacks.Callback):
 
 
 def make(options):
-    """The strategy of a job; `options["timeouts"]` change those of `TIMEOUTS`."""
+    """Create a job's strategy; `options["timeouts"]` override `TIMEOUTS`."""
     serve_streams()
     timeouts = rx.Timeouts(**TIMEOUTS | options.get("timeouts", {}))
     return ParameterServerStrategy(**options | {"timeouts": timeouts})
@@ -202,12 +202,12 @@ class Job(rx.testing.Cluster):
         return self
 
     def wait_for_step(self, name, number, seconds=45):
-        """A step of the process that runs now."""
+        """Wait for a step of the task's present process."""
         task = self.task(name)
         task.wait_for(f"<{task.pid}: step {number}>", timeout_seconds=seconds)
 
     def wait_for_progress(self, *names, steps=5):
-        """So many further steps of each of the tasks."""
+        """Wait until each of the tasks has made `steps` further steps."""
         for name in names:
             task = self.task(name)
             seen = task.output.count(f"<{task.pid}: step ")

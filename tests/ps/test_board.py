@@ -348,7 +348,7 @@ def test_a_restart_without_a_log_revokes_leases(board, clients, clock):
     b("claim", stream=STREAM)
     again = restarted(NAMES, TIMEOUTS, board.state(), now=clock)
     a.board = b.board = again
-    # Else `a` had to wait: both may have told the lost server that they were done.
+    # The leases are revoked, so `a` need not wait: both may have finished their steps.
     assert a("claim", stream=STREAM) == {"indices": [2]}
     assert b("finish", stream=STREAM, indices=[1]) == []
     assert list(streams_of(again)[STREAM]["lost"]) == ["0"]

@@ -1,4 +1,4 @@
-"""What a worker tells a restarted board again."""
+"""The calls that a worker replays on a restarted board."""
 
 from replicax.ps.session import ReplayLog
 

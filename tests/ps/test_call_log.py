@@ -82,7 +82,7 @@ def test_a_replaced_session_stays_replaced_after_a_restart():
 
 
 def test_a_session_that_was_replaced_elsewhere_is_refused():
-    """It joined before the newest one, and tells this server of it afterwards."""
+    """Its process joined first, was suspended, and contacts this server too late."""
     sessions = Sessions()
     sessions.admit("w:0", "newest", before=["first", "stopped"])
     for late in ("stopped", "first"):

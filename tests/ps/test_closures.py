@@ -109,7 +109,7 @@ def test_an_error_cancels_queued_closures_and_is_reported_once():
     assert closures.error == ERROR
     assert schedule(closures, "refused") == [Scheduled(failed=ERROR)]
     assert schedule(closures, "later") == [Scheduled()]
-    # It was begun before the error was told: its own error is not told as well.
+    # This closure began before the error was reported: its own error is not reported.
     closures.result("running", B, None, ERROR)
     assert closures.raise_if_failed() is None
     assert closures.fetch(["bad", "running", "queued", "refused", "later"], []) == {
@@ -185,7 +185,7 @@ def test_dropping_one_owner_keeps_what_others_scheduled():
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Each closure is done once, or failed, or cancelled; none is lost."""
+    """Each closure is done once, fails, or is cancelled; no closure is lost."""
 
     workers = st.sampled_from([A, B])
 

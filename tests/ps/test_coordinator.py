@@ -138,7 +138,7 @@ def make_mistakes():
         coordinator.join()
 
     caught(mistake, 1)
-    caught(coordinator.join)  # It is told once.
+    caught(coordinator.join)  # The error is reported once.
     assert len(found) == 1
 
     def pause():
@@ -393,7 +393,7 @@ def assign():
             gradient = keras.ops.ones_like(variables[number].value)
             optimizers[number].apply([gradient], [variables[number]])
 
-        if name == "worker:0":  # Each worker meets another one first.
+        if name == "worker:0":  # The workers begin with different optimizers.
             time.sleep(0.2)
         strategy.run(replica_fn)
 

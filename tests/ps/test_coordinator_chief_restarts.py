@@ -18,7 +18,7 @@ pytestmark = [
 
 
 class Held(Trainer):
-    """Its steps may wait, before they push, until the test lets them go on."""
+    """A trainer whose steps after the first wait for the test before they push."""
 
     def step(self, number, iterator):
         if number:

@@ -1,9 +1,9 @@
 """ClusterCoordinator, where all kinds of tasks are killed or stopped: effects are once.
 
-Each closure reads a batch of its worker's own dataset, looks rows up, and pushes their
-gradients and those of a dense variable. However often it is tried, each of its updates
-is made once, and so is its metric. `snapshot_every_updates=1` makes that so for servers
-too.
+Each closure reads a batch of its worker's own dataset, looks up rows, and pushes the
+gradients of the rows and of a dense variable. However often a closure is retried, its
+updates and its metric count once. With `snapshot_every_updates=1` this also holds when
+servers are killed.
 """
 
 import contextlib
@@ -205,7 +205,7 @@ def test_closures_missing_in_a_snapshot_are_retried_or_lost(tmp_path, tasks):
     found = all_done(results)
     print({k: v for k, v in found.items() if k not in ("returned", "rows")})
     assert found["returned"] == list(range(STEPS))
-    assert found["count"] == STEPS  # Also of those that have run twice.
+    assert found["count"] == STEPS  # A closure that ran twice counts once.
     counts = [*found["dense"], *found["tables"]]
     assert all(x["applied"] <= STEPS <= x["applied"] + x["lost"] for x in counts)
     assert -found["total"] in {x["applied"] for x in found["dense"]}

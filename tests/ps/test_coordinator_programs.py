@@ -155,7 +155,7 @@ def train_what_was_assigned(strategy, coordinator):
     coordinator.join()
     for _ in range(4):
         coordinator.schedule(train)
-        coordinator.schedule(read)  # It fetches values anew.
+        coordinator.schedule(read)  # It makes its worker pull values again.
     coordinator.join()
     return read(), coordinator.schedule(read).fetch()
 

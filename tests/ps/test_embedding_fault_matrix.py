@@ -1,7 +1,7 @@
-"""Rows on servers, where all kinds of tasks are killed or stopped: each update is once.
+"""Tasks of every kind are killed or stopped; each update of rows is applied once.
 
-No batch is lost and none is applied twice on a server, but for those that a killed
-worker held. `snapshot_every_updates=1` makes that so for servers too.
+Only a killed worker's batches are lost, and no batch is applied twice on a server. With
+`snapshot_every_updates=1` this also holds when servers are killed.
 """
 
 import os
@@ -46,7 +46,7 @@ EVERY_ROW = np.arange(NUM_ROWS, dtype="int32")
 
 
 def words_model(strategy):
-    """A model with Adagrad, whose slots tell of an update that was made twice."""
+    """A model with Adagrad, whose loss shows updates that were applied twice."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
         layer = rx.layers.Embedding(NUM_ROWS, DIM, seed=1, name="words")
@@ -107,7 +107,7 @@ def asynchronously(options, hit=None):
 
 @pytest.fixture(scope="module")
 def expected_loss():
-    """That of one device after `STEPS` steps."""
+    """The loss of one device after `STEPS` steps."""
     model, _ = words_model(rx.OneDeviceStrategy("cpu:0"))
     options = {"batch_size": BATCH_SIZE, "epochs": EPOCHS, "shuffle": False}
     model.fit(WORDS, LABELS, verbose=0, **options)
@@ -120,7 +120,7 @@ def test_no_rows_are_lost_or_applied_twice(tmp_path, expected_loss, fault, tasks
         for name in ("worker:0", "worker:1"):
             cluster.wait_for_step(name, 12, 90)
         disturb(cluster, fault, tasks)
-        # As many steps as that of one device, at least: its loss is compared.
+        # At least as many steps as one device makes for `expected_loss`.
         cluster.wait_for_progress("worker:0", "worker:1", steps=STEPS // 2)
         results = cluster.end()
     all_done(results)

@@ -1,7 +1,7 @@
 """ParameterServerStrategy: roles, options and errors; bounded staleness; custom loops.
 
-What needs other tasks is in one cluster of two workers and two servers, whose staleness
-is bounded and whose gradients travel as bfloat16.
+Tests of several tasks share a cluster of two workers and two servers, with bounded
+staleness and gradients in bfloat16.
 """
 
 import json
@@ -239,7 +239,7 @@ def test_custom_loops_take_turns_at_batches(workers):
         losses = found["loop"]["losses"]
         assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
     firsts = [found["loop"]["firsts"].reshape(3, 10, 16) for found in workers]
-    # Of each epoch, one has the batches 0, 2, 4, ... and the other those between.
+    # In each epoch one worker has the even batches, the other the odd batches.
     batches = np.stack(firsts, axis=2).reshape(3, 320)
     np.testing.assert_array_equal(batches, np.stack([X[:, 0]] * 3))
 

@@ -1,7 +1,7 @@
-"""Checkpoints hold the servers' slots: what is restored goes on as if never ended.
+"""Checkpoints contain the servers' optimizer state, so restored training continues.
 
-One worker, so that all runs of a model are comparable, and variables that are cut, so
-that slots of one are on several servers.
+There is one worker, so that all runs of a model are comparable. Variables are split, so
+that the optimizer state of one variable lies on several servers.
 """
 
 import os
@@ -63,7 +63,7 @@ def fit(model, *callbacks, **options):
 
 
 def backed_up(strategy, folder):
-    """An interrupted run, and the one that goes on."""
+    """An interrupted run, and the run that continues it."""
     backup = Path(folder) / "backup"
     model = make_model(strategy)
     with pytest.raises(InterruptedError):
@@ -75,12 +75,12 @@ def backed_up(strategy, folder):
 
 
 def fit_last_epochs(model):
-    # In order: a model that is new draws another one.
+    # Unshuffled: a new model would draw another order.
     return fit(model, initial_epoch=2, shuffle=False)[0]
 
 
 def restored(strategy, folder):
-    """A run whose model, with new groups or old ones, is that of a checkpoint."""
+    """Runs from a checkpoint: of a model with groups on servers, and of a new model."""
     path = Path(folder) / "checkpoint"
     model = make_model(strategy)
     fit(model, epochs=2)
@@ -97,7 +97,7 @@ def restored(strategy, folder):
 
 
 def refused(strategy, folder):
-    """What is said where the checkpoint is another optimizer's."""
+    """The error for a checkpoint of another optimizer."""
     model = make_model(strategy, {"class_name": "SGD", "config": {"momentum": 0.9}})
     status = rx.Checkpoint(model=model).restore(Path(folder) / "checkpoint")
     status.assert_consumed()

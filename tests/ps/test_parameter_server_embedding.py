@@ -50,7 +50,7 @@ def adagrad():
     return keras.optimizers.Adagrad(0.1)
 
 
-# With each of them Keras too leaves rows that are not in a batch as they are.
+# With these optimizers Keras, too, does not change rows that are not in the batch.
 OPTIMIZERS = {"sgd": sgd, "scheduled": scheduled, "adagrad": adagrad}
 
 

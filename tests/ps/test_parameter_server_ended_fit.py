@@ -133,7 +133,7 @@ def test_a_job_after_a_done_job_begins_from_scratch(tmp_path):
     options = {"snapshot_dir": str(tmp_path / "snapshots"), "snapshot_every_updates": 1}
     with Job(tmp_path, train_and_wait, workers=1, options=options) as cluster:
         cluster.task("worker:0").wait_for("has trained")
-        # It will not hear of the end.
+        # This server will not learn of the job's end.
         os.kill(cluster.task("ps:1").pid, signal.SIGSTOP)
         cluster.stop_file.touch()
         assert cluster.task("worker:0").wait(timeout_seconds=60) == 0

@@ -1,7 +1,7 @@
-"""Every kind of task is killed or stopped, and what is counted adds up.
+"""Tasks of every kind are killed or stopped; then all batches are accounted for.
 
-No batch is lost and none is applied twice, but for those that a killed worker held.
-`snapshot_every_updates=1` makes that so for servers too.
+Only a killed worker's batches are lost, and no batch is applied twice. With
+`snapshot_every_updates=1` this also holds when servers are killed.
 """
 
 import shutil

@@ -119,7 +119,7 @@ def test_an_error_or_exit_in_the_chiefs_script_ends_the_job(tmp_path, env, code,
 
 
 def leave_early(options):
-    """The chief's script is over where the others still wait for its word."""
+    """The chief's script ends, and the others still wait for its value of a key."""
     strategy = make(options)
     if not strategy.is_chief:
         strategy.session.get("a word", "its word")

@@ -191,7 +191,7 @@ def test_early_stopping_restores_the_best_weights(most):
     history = found["first"]
     assert len(history["loss"]) == 3
     assert found["evaluated"]["loss"] == pytest.approx(history["val_loss"][0], rel=1e-5)
-    # The next fit goes on from there.
+    # The next fit continues from the best weights.
     assert found["history"]["loss"][0] < history["loss"][0]
 
 

@@ -54,7 +54,7 @@ def test_a_worker_that_comes_when_the_job_is_done_ends_with_success(tmp_path):
         cluster.kill("worker:1")
         cluster.restart("worker:1")
         cluster.task("worker:1").wait_for("is held", timeout_seconds=60)
-        cluster.task("ps:1").stop()  # Server 0 waits a while for it to hear of the end.
+        cluster.task("ps:1").stop()  # So server 0 waits a while.
         cluster.stop_file.touch()
         assert cluster.task("worker:0").wait(timeout_seconds=30) == 0
         time.sleep(4)  # Until the killed worker counts as dead.

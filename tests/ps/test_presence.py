@@ -25,7 +25,7 @@ def test_a_silent_worker_is_dead_until_its_next_heartbeat():
     presence.record_heartbeat(CHIEF, "a", 8.0)
     assert presence.newly_dead(10.0) == []
     assert presence.newly_dead(10.1) == [OTHER]
-    assert presence.newly_dead(10.2) == []  # Told once.
+    assert presence.newly_dead(10.2) == []  # Each death is returned once.
     assert presence.alive() == [CHIEF]
     presence.record_heartbeat(OTHER, "b", 11.0)
     assert presence.alive() == [CHIEF, OTHER]
@@ -82,7 +82,7 @@ def test_a_chief_that_stays_away_fails_the_job_after_the_grace_period():
     presence.join(CHIEF, "a", 0.0)
     presence.join(OTHER, "b", 0.0)
     presence.record_heartbeat(OTHER, "b", 105.0)
-    # It is dead since 10, not since somebody looked.
+    # It died at its deadline, 10, not when `newly_dead` was called.
     assert presence.newly_dead(105.0) == [CHIEF]
     assert presence.failure(110.0) is None
     assert "died and did not return for 100 s" in presence.failure(110.1)

@@ -1,4 +1,4 @@
-"""Values that a worker sends to servers, and gets from them, are the very same."""
+"""A worker's client of a group: values and gradients survive the way to servers."""
 
 import jax
 import keras

@@ -88,7 +88,7 @@ def test_pushes_of_a_retried_closure_are_applied_once() -> None:
     again = VariableStore(0)
     again.load_state(store.state())
     for each in (store, again):
-        # The first one was not dead, and goes on.
+        # The first worker was only suspended, and repeats its push.
         late = push(each, 3, closure=("chief 1", 3))
         assert (late.applied, late.version) == (False, 4)
         assert values(each) == [4.0] * 8

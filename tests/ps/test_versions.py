@@ -1,4 +1,4 @@
-"""Tasks of different versions of replicax are told apart when they meet."""
+"""Tasks with another version of replicax are refused when they connect."""
 
 import signal
 
@@ -15,7 +15,7 @@ OTHER = "99.1.2"
 
 
 def task(other, version=OTHER):
-    """Join the others; the task `other` is of another version, and so it says."""
+    """Join the job; the tasks in `other` report another version."""
     import json
     import os
 
@@ -40,7 +40,7 @@ def job(*other, num_workers=2):
 
 
 def both_versions(text, one, another):
-    """Whether a text says who has which version."""
+    """Whether a text names both tasks and their versions."""
     first = f"{one} has replicax {OTHER}" in text
     return first and f"{another} has replicax {_version.__version__}" in text
 

@@ -1,4 +1,4 @@
-"""A worker's part of the input in custom loops on parameter servers."""
+"""A worker's input: its shard in custom loops, and the batches of an epoch of `fit`."""
 
 import random
 
@@ -29,7 +29,7 @@ def test_a_workers_own_data_is_not_sharded():
 def test_files_are_divided_between_all_workers():
     shard = ElasticInputShard(1, 3)
     assert (shard.worker, shard.num_workers) == (1, 3)
-    # But the datasets' own rows are all here: no further division.
+    # Each batch is whole: rows are not sharded any further.
     assert (shard.index, shard.count) == (0, 1)
     assert shard.num_pieces == 1
 
@@ -50,7 +50,7 @@ def test_closures_read_all_batches_and_files_are_divided_between_those_that_run_
         assert shard.of_loop.num_steps(3) == 3
     own = [(shard.of_loop.worker, shard.of_loop.num_workers) for shard in shards]
     assert own == [(0, 1), (0, 2), (1, 2)]  # The chief runs none.
-    # `fit` divides the data between all workers all the same.
+    # `fit` still shards the data over all workers.
     assert list(shards[0].in_step(iter([1, 2, 3, 4]))) == [1, 4]
 
 
@@ -71,9 +71,9 @@ class Numbers(keras.utils.PyDataset):
 
 
 def numbers_by_epoch(read, *, steps_per_epoch=None):
-    """The batches that a worker finds at the indices it reads, epoch by epoch.
+    """The batches that a worker reads at some indices, epoch by epoch.
 
-    As in `fit`, a model was built before, with the first batch of an iteration.
+    As in `fit`, building the model has read the first batch before.
     """
     random.seed(4)
     adapter = adapter_of(Numbers(workers=2, max_queue_size=3), shuffle=True)
@@ -101,10 +101,10 @@ def test_threads_of_a_py_dataset_give_each_batch_once_an_epoch():
 def test_an_index_means_the_same_batch_on_all_workers(steps_per_epoch):
     size = steps_per_epoch or 11
     every = numbers_by_epoch(range(size), steps_per_epoch=steps_per_epoch)
-    # Some of them only, as who reads a batch at the end is another one each time.
+    # A worker reads only some batches, and other ones in each run.
     for read in ([0, 3], [1], [size - 1]):
         some = numbers_by_epoch(read, steps_per_epoch=steps_per_epoch)
         assert some == [{i: epoch[i] for i in read} for epoch in every]
-    if steps_per_epoch:  # Data go on in the second epoch.
+    if steps_per_epoch:  # The second epoch continues in the data.
         both = [*every[0].values(), *every[1].values()]
         assert len(set(both)) == 10
