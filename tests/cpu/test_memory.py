@@ -186,14 +186,14 @@ def receive(vectors, state):
 
 
 counts, connection = [], ThreadPoolExecutor(1)
-for _ in range(120):  # XLA's threads get heaps of their own by and by.
+for _ in range(240):  # XLA's threads get heaps of their own by and by.
     vectors, state = connection.submit(receive, vectors, state).result()
     counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-assert vectors["float32"][-1] == 120
-print((counts[-1] - counts[-21]) // 20)
+assert vectors["float32"][-1] == 240
+print((counts[-1] - counts[-101]) // 100)
 """
 
 
 def test_servers_keep_the_memory_of_received_arrays() -> None:
-    """Otherwise a received array of 16 MiB often needs 4,096 new pages."""
-    assert faults(FAULTS_OF_A_SERVER) < 1000
+    """Otherwise a received array of 16 MiB needs 4,096 new pages at each fourth step."""
+    assert faults(FAULTS_OF_A_SERVER) < 400
