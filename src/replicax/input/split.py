@@ -53,6 +53,14 @@ class Remainder(enum.StrEnum):
     PAD = "pad"
     ERROR = "error"
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Remainder":
+        raise ValueError(
+            f"unknown remainder={value!r}. Use 'keep' (give the batch to fewer "
+            "replicas), 'drop' (drop the last examples), 'pad' (add copies and yield a "
+            "mask) or 'error'."
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Split:
