@@ -195,5 +195,5 @@ print((counts[-1] - counts[-101]) // 100)
 
 
 def test_servers_keep_the_memory_of_received_arrays() -> None:
-    """Otherwise a received array of 16 MiB needs 4,096 new pages in a quarter of steps."""
+    """Otherwise an array of 16 MiB needs 4,096 new pages in a quarter of steps."""
     assert faults(FAULTS_OF_A_SERVER) < 400
