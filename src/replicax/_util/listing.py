@@ -1,18 +1,20 @@
-"""Formats names for messages: at most ten, and the number of the rest."""
+"""Formats names for messages: the first ones, and the number of the rest."""
 
 from collections.abc import Iterable
 
 __all__ = ["listed"]
-
-_MOST = 10
 
 
 def listed(
     names: Iterable[str],
     *,
     nobody: str = "nobody",
+    last: str = " and ",
+    most: int = 10,
 ) -> str:
-    """Format names for a sentence; `nobody` is the result for no names.
+    """Format at most `most` names for a sentence; no names: `nobody`.
+
+    `last` precedes the last name, or the number of the rest.
 
     Example:
         >>> listed(["worker:1", "worker:2"]), listed([])
@@ -21,7 +23,7 @@ def listed(
         'worker:7, worker:8, worker:9 and 490 more'
     """
     names = list(names)
-    shown, rest = names[:_MOST], len(names) - _MOST
+    shown, rest = names[:most], len(names) - most
     if rest > 0:
-        return f"{', '.join(shown)} and {rest} more"
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]])) or nobody
+        return f"{', '.join(shown)}{last}{rest} more"
+    return last.join(filter(None, [", ".join(names[:-1]), *names[-1:]])) or nobody

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from replicax._private.jax import distributed_state, is_tpu_vm
-from replicax._util.listing import listed
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.environments import (
@@ -157,8 +156,7 @@ def _named(name: Any, caller: str) -> tuple[ClusterEnvironment, Membership]:
     if name not in ENVIRONMENTS:
         raise ValueError(
             f"{caller}: cluster_resolver must be a resolver, 'alone' or the name of a "
-            f"launcher, {listed(map(repr, ENVIRONMENTS), last=' or ', most=20)}; got "
-            f"{name!r}."
+            f"launcher ({', '.join(map(repr, ENVIRONMENTS))}); got {name!r}."
         )
     environment = ENVIRONMENTS[name]
     if not environment.detect():
