@@ -78,6 +78,10 @@ class SidecarEvaluator:
             what = "SidecarEvaluator: max_evaluations"
             require_count(max_evaluations, what, 1, otherwise=", or None for no limit")
         timeouts = checked_timeouts(timeouts, "SidecarEvaluator")
+        if not isinstance(model, keras.Model):
+            raise TypeError(
+                f"SidecarEvaluator: model must be a keras.Model; got {model!r}."
+            )
         require_path(checkpoint_dir, "SidecarEvaluator: checkpoint_dir")
         require_path(log_dir or checkpoint_dir, "SidecarEvaluator: log_dir")
         self._model = model
