@@ -41,8 +41,7 @@ def share_one_heap() -> None:
 def return_freed() -> None:
     """Return memory that this process has freed to the kernel, if glibc keeps it.
 
-    Call it after a program is compiled; it takes 10 to 50 ms. With `REPLICAX_CPU=tuned`
-    it is also time for huge pages.
+    Call it after a compilation; it takes 10 to 50 ms. `tuned` sets up huge pages, too.
     """
     if not use_huge_pages() and is_on() and _has_glibc():
         ctypes.CDLL(None).malloc_trim(0)

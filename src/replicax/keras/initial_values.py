@@ -1,8 +1,8 @@
 """Initial values of variables, with the bits that Keras computes.
 
-Keras compiles a program for each shape. Here small variables share programs, and each
-device computes its own shard of a large one: Keras computes a whole variable on one
-device, whose memory may be too small for it.
+Keras compiles a program for each shape. Here small mirrored variables share programs.
+Keras computes a whole variable on one device, whose memory may be too small for it.
+Here each device computes its own shard of a sharded variable.
 """
 
 import contextlib
@@ -42,10 +42,7 @@ def is_small(shape: Shape) -> bool:
 def small_value(
     initializer: Callable[..., PyTree], shape: Shape, dtype: DTypeLike
 ) -> PyTree:
-    """Return `initializer(shape, dtype)`, by programs of few sizes.
-
-    None for initializers that are not Keras' own.
-    """
+    """Return `initializer(shape, dtype)`; None for one that is not Keras' own."""
     if not _is_of_keras(initializer):
         return None
     if type(initializer) in (keras.initializers.Zeros, keras.initializers.Ones):
@@ -70,10 +67,11 @@ def draw(original: Original, shape: Shape, *args: PyTree, **kwargs: PyTree) -> P
     JAX computes element `i` from the key and `i`, so a larger array starts with the
     same numbers; its other generators than Threefry do not.
     """
+    if not getattr(_of_thread, "draws_by_size", False):
+        return original(shape, *args, **kwargs)
     options = jax.config.values
     if (
-        not getattr(_of_thread, "draws_by_size", False)
-        or options["jax_default_prng_impl"] != "threefry2x32"
+        options["jax_default_prng_impl"] != "threefry2x32"
         or not options.get("jax_threefry_partitionable", True)
         or not is_small(shape)
     ):

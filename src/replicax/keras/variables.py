@@ -142,7 +142,7 @@ class _StrategyMixin(PlacedVariable):
         return new
 
     def _placed_copy(self, value: PyTree) -> PyTree:
-        """Copy a value; of a host array, each device gets only its shard."""
+        """Copy a value to the devices; each device gets its shard of a host array."""
         old, layout = own_value(self), layout_of(self)
         if type(value) in (int, float) and stored_dtype(self) == "float32":
             value = np.float32(value)

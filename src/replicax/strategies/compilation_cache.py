@@ -63,25 +63,23 @@ def turn_on(platform: str) -> Path | None:
             _SWITCH,
         )
         return None
-    if (
-        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ
-        and jax.config.values[_XLA_CACHES] == _XLA_CACHES_OF_JAX
-    ):
-        # XLA's own files would grow without bound. A failed write of one fails the
-        # compilation, while JAX only warns of a failed write.
-        jax.config.update(_XLA_CACHES, "")
-    if (
-        _LEAST_SECONDS.upper() not in os.environ
-        and jax.config.values[_LEAST_SECONDS] == _LEAST_SECONDS_OF_JAX
-    ):
-        # A start compiles dozens of small programs, for 10 s in all; loading one takes
-        # 10 ms.
-        jax.config.update(_LEAST_SECONDS, 0.1)
+    # XLA's own files would grow without bound. A failed write of one fails the
+    # compilation, while JAX only warns of a failed write.
+    _replace_default(_XLA_CACHES, _XLA_CACHES_OF_JAX, "")
+    # A start compiles dozens of small programs, for 10 s in all. Loading one from the
+    # cache takes 10 ms.
+    _replace_default(_LEAST_SECONDS, _LEAST_SECONDS_OF_JAX, 0.1)
     # XLA cannot write some large programs for CPUs. JAX warns about each, and compiles
     # it in each run, as it does without a cache.
     warnings.filterwarnings("ignore", _UNWRITABLE, UserWarning)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return folder
+
+
+def _replace_default(option: str, default: object, value: object) -> None:
+    """Set an option of JAX, unless the user has set it."""
+    if option.upper() not in os.environ and jax.config.values[option] == default:
+        jax.config.update(option, value)
 
 
 def _is_settled_by_user() -> bool:
