@@ -169,7 +169,7 @@ def test_a_combined_model_may_have_one_part(tmp_path) -> None:
                 "dnn_hidden_units": None,
                 "linear_feature_columns": [],
             },
-            "there are none",
+            "got neither linear_feature_columns nor",
         ),
     ],
 )

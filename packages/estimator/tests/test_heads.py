@@ -95,6 +95,7 @@ def test_prediction_needs_no_weights() -> None:
         ({"label_vocabulary": ["a", "a"]}, ValueError, "different strings; .* 'a'"),
         ({"label_vocabulary": [0, 1]}, ValueError, r"different strings; got \(0"),
         ({"label_dimension": 2}, TypeError, "has no argument 'label_dimension'"),
+        ({"optimiser": "SGD"}, TypeError, "Classifier: has no argument 'optimiser'"),
         ({"label_vocabulary": "ab"}, TypeError, "got the string 'ab'"),
         ({"weight_column": 3}, TypeError, "key must be a str; got 3"),
         ({"loss_reduction": "mean"}, ValueError, "loss_reduction must be .*'mean'"),

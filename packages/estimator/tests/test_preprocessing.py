@@ -85,6 +85,5 @@ def test_a_saved_canned_model_reads_and_returns_strings(tmp_path) -> None:
 
 def test_normalizers_of_float64_cannot_be_exported() -> None:
     column = fc.numeric_column("height", dtype="float64", normalizer_fn=np.cbrt)
-    host = preprocessing.Preprocessor((column,))
     with pytest.raises(ValueError, match="which has no float64"):
-        preprocessing.preprocessor_config(host)
+        preprocessing.preprocessor_config(preprocessing.Preprocessor((column,)))

@@ -36,8 +36,8 @@ def require_callable(
 def require_choice(value: object, choices: Collection[object], what: str) -> None:
     """Raise ValueError unless `value` is one of the `choices`."""
     if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{what} must be one of {listed}; got {value!r}.")
+        names = ", ".join(map(repr, choices))
+        raise ValueError(f"{what} must be one of {names}; got {value!r}.")
 
 
 def require_count(

@@ -78,12 +78,10 @@ class CannedEstimator(Estimator):
         **options: Unpack[CannedOptions],
     ) -> None:
         n_classes = options.get("n_classes", 2) if self._is_classifier else None
-        unsupported = ("n_classes", "label_vocabulary")
-        if self._is_classifier:
-            unsupported = ("label_dimension",)
-        for name in unsupported:
-            if name in options:
-                raise TypeError(f"{type(self).__name__}: has no argument {name!r}.")
+        classes, regression = {"n_classes", "label_vocabulary"}, {"label_dimension"}
+        others = regression if self._is_classifier else classes
+        for name in sorted(set(options) - (CannedOptions.__optional_keys__ - others)):
+            raise TypeError(f"{type(self).__name__}: has no argument {name!r}.")
         vocabulary = options.get("label_vocabulary")
         if isinstance(vocabulary, str):
             raise TypeError(
@@ -143,15 +141,15 @@ def optimizer_maker(
 ) -> Callable[[], keras.Optimizer]:
     """Return a function that makes the optimizer; a `model_fn` calls it on each trace.
 
-    The function copies a Keras optimizer with its present settings. `learning_rate` is
-    for an optimizer's name. Errors call the argument `name`.
+    The function copies a Keras optimizer with its present settings. An optimizer given
+    by its name gets the `learning_rate`. Error messages call the argument `name`.
     """
     if isinstance(optimizer, str):
         cls: Any = type(keras.optimizers.get(optimizer))
         return lambda: cls(learning_rate=learning_rate)
     if isinstance(optimizer, keras.Optimizer):
-        # Read the settings now: a model_fn must not read the learning rate, which is a
-        # variable from outside.
+        # Read the settings now: the learning rate is a variable, and a model_fn must
+        # not read a variable that it has not made.
         config = _remove_names(copy.deepcopy(optimizer.get_config()))
         from_config = type(optimizer).from_config
         # `from_config` changes its argument.

@@ -43,7 +43,7 @@ def _dnn_part(
 ) -> NetworkPart:
     """Make a part with variables `dnn/hiddenlayer_0/kernel`, ..., `dnn/logits/bias`.
 
-    Arguments are those of `DNNRegressor`; errors put `prefix` before their names.
+    Arguments are those of `DNNRegressor`. Error messages add `prefix` to their names.
     """
     columns = as_columns(feature_columns, f"{prefix}feature_columns")
     if not hidden_units:
@@ -63,24 +63,24 @@ def _dnn_part(
     ) -> LogitsAndVariables:
         layers: list[keras.layers.Layer] = []
 
-        def called(layer: keras.layers.Layer, net: Any, **kwargs: bool) -> jax.Array:
+        def apply(layer: keras.layers.Layer, net: Any, **kwargs: bool) -> jax.Array:
             layers.append(layer)
             return layer(net, **kwargs)
 
         with keras.name_scope("dnn"):
-            net = called(input_layer(), features)
+            net = apply(input_layer(), features)
             for i, size in enumerate(sizes):
                 name = f"hiddenlayer_{i}"
-                net = called(keras.layers.Dense(size, activation_fn, name=name), net)
+                net = apply(keras.layers.Dense(size, activation_fn, name=name), net)
                 if dropout:
-                    net = called(keras.layers.Dropout(dropout), net, training=training)
+                    net = apply(keras.layers.Dropout(dropout), net, training=training)
                 if batch_norm:
                     with keras.name_scope(name):
                         norm = keras.layers.BatchNormalization(
                             momentum=_MOMENTUM, name=f"batchnorm_{i}"
                         )
-                        net = called(norm, net, training=training)
-            logits = called(keras.layers.Dense(units, name="logits"), net)
+                        net = apply(norm, net, training=training)
+            logits = apply(keras.layers.Dense(units, name="logits"), net)
         return logits, [v for layer in layers for v in layer.trainable_variables]
 
     input_layer()  # Wrong columns raise here, not in the first trace.
@@ -109,13 +109,13 @@ class _DNN(CannedEstimator):
 class DNNRegressor(_DNN):
     """A network of dense layers for regression.
 
-    Results of `evaluate` and `predict` and other arguments are `LinearRegressor`'s.
+    See `LinearRegressor` for other arguments and results of `evaluate` and `predict`.
 
     Args:
         hidden_units: Sizes of the hidden layers.
         feature_columns: Dense columns; put a categorical column in an
             `indicator_column` or `embedding_column`.
-        optimizer: As for `LinearRegressor`; a name has a learning rate of 0.05.
+        optimizer: As for `LinearRegressor`, with a learning rate of 0.05 for a name.
         activation_fn: The hidden layers' activation: a Keras name, or a function.
         dropout: Rate of the dropout after each hidden layer.
         batch_norm: Whether a batch normalization follows each hidden layer.
@@ -131,8 +131,8 @@ class DNNRegressor(_DNN):
 class DNNClassifier(_DNN):
     """A network of dense layers for classification.
 
-    Results of `evaluate` and `predict`, `n_classes` and `label_vocabulary` are as for
-    `LinearClassifier`; other arguments are those of `DNNRegressor`.
+    See `LinearClassifier` for `n_classes`, `label_vocabulary` and results of `evaluate`
+    and `predict`; see `DNNRegressor` for other arguments.
 
     Example:
         >>> import replicax as rx
@@ -178,8 +178,8 @@ class _DNNLinearCombined(CannedEstimator):
             parts.append(linear_part(*arguments, prefix="linear_"))
         if not parts:
             raise ValueError(
-                "linear_feature_columns and dnn_feature_columns: there are none. Give "
-                "columns for one of the parts, or for both."
+                f"{type(self).__name__}: got neither linear_feature_columns nor "
+                "dnn_feature_columns. Give columns for one of the parts, or for both."
             )
         super().__init__(parts, model_dir, **options)
 
@@ -187,10 +187,9 @@ class _DNNLinearCombined(CannedEstimator):
 class DNNLinearCombinedRegressor(_DNNLinearCombined):
     """A wide and deep model for regression: the sum of a linear model and a network.
 
-    Training updates both, each with its own optimizer. Results of `evaluate` and
-    `predict` are those of `LinearRegressor`. Arguments that begin with `linear_` are
-    those of `LinearRegressor`, and arguments that begin with `dnn_` those of
-    `DNNRegressor`.
+    Training updates both, each with its own optimizer. See `LinearRegressor` for
+    arguments that begin with `linear_` and results of `evaluate` and `predict`; see
+    `DNNRegressor` for arguments that begin with `dnn_`.
 
     Args:
         linear_feature_columns: None: no linear model.
@@ -210,8 +209,8 @@ class DNNLinearCombinedRegressor(_DNNLinearCombined):
 class DNNLinearCombinedClassifier(_DNNLinearCombined):
     """A wide and deep model for classification: a linear model plus a network.
 
-    Results of `evaluate` and `predict`, `n_classes` and `label_vocabulary` are as for
-    `LinearClassifier`; other arguments are those of `DNNLinearCombinedRegressor`.
+    See `LinearClassifier` for `n_classes`, `label_vocabulary` and results of `evaluate`
+    and `predict`; see `DNNLinearCombinedRegressor` for other arguments.
 
     Example:
         >>> import replicax as rx

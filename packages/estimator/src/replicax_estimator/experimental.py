@@ -54,7 +54,7 @@ def make_early_stopping_hook(
 ) -> SessionRunHook:
     """Make a hook that stops training when `should_stop_fn()` is true.
 
-    All workers stop at the same step, some steps after the first one requests it.
+    All workers stop at the same step, some steps after the first worker requests it.
 
     Args:
         estimator: The estimator that trains.

@@ -33,9 +33,9 @@ class Head:
 
     Attributes:
         logits_dimension: The `k` of the logits.
-        loss_reduction: `"sum_over_batch_size"`: the loss is the sum of the weighted
-            losses divided by their number. `"sum"`: it is their sum, in training over
-            the batches of all replicas, in evaluation over one batch.
+        loss_reduction: With `"sum_over_batch_size"` the loss is the sum of the weighted
+            losses divided by their number. With `"sum"` it is their sum: training sums
+            over the batches of all replicas, evaluation over one batch.
         predictions: Maps logits `float32[b, k]` to predictions `[b, ...]` by name.
         losses: Maps labels and logits to the losses of each example, `float32[b, n]`.
         metrics: Maps labels, predictions and weights (`float32[b, 1]`, or None) to new
@@ -66,9 +66,10 @@ class Head:
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predictions)
         losses = self.losses(labels, logits)
-        weighted = losses if weights is None else losses * weights
+        weighted_losses = losses if weights is None else losses * weights
         # Replicas' batches have equal sizes: the mean of the means is the global mean.
-        loss = (jnp.sum if self.loss_reduction == _SUM else jnp.mean)(weighted)
+        reduce = jnp.sum if self.loss_reduction == _SUM else jnp.mean
+        loss = reduce(weighted_losses)
         if mode == ModeKeys.TRAIN:
             if self.loss_reduction == _SUM:
                 # A step averages the replicas' losses: this makes the average a sum.
@@ -84,7 +85,7 @@ def head_of(
 ) -> Head:
     """Return the head for `n_classes` classes; None: for regression.
 
-    `loss_reduction` is `"sum_over_batch_size"` or `"sum"`, in any case.
+    `loss_reduction` is `"sum_over_batch_size"` or `"sum"`, in lower or upper case.
     """
     name = str(loss_reduction).lower()
     require_choice(name, (_MEAN, _SUM), "loss_reduction")
@@ -99,9 +100,7 @@ def head_of(
             ),
         )
     if n_classes == 2:
-        return Head(
-            1, name, _binary_predictions, _binary_losses, metrics=_binary_metrics
-        )
+        return Head(1, name, _binary_predictions, _binary_losses, _binary_metrics)
     return Head(n_classes, name, _class_predictions, _class_losses, _class_metrics)
 
 
@@ -135,8 +134,8 @@ def _binary_metrics(
         "auc": (roc, logistic),
         "auc_precision_recall": (pr, logistic),
     }
-    for metric, predicted in updates.values():
-        metric.update_state(labels, predicted, weights)
+    for metric, values in updates.values():
+        metric.update_state(labels, values, weights)
     baseline = _MajorityShare(name="accuracy_baseline")
     baseline.update_state(labels, weights)
     return {name: metric for name, (metric, _) in updates.items()} | {
@@ -173,7 +172,7 @@ class _MajorityShare(keras.metrics.Mean):
 
     def result(self) -> jax.Array:
         share = jnp.asarray(super().result())
-        # As in TF: 0 if no example has a weight, like the accuracy.
+        # If all weights are 0, this and the accuracy are 0, as in TF.
         return jnp.where(self.count > 0, jnp.maximum(share, 1 - share), 0.0)
 
 
@@ -183,10 +182,10 @@ def _mean(name: str, values: jax.Array, weights: _Weights) -> keras.metrics.Mean
     return metric
 
 
-def _means(labels: jax.Array, predicted: jax.Array, weights: _Weights) -> _Metrics:
+def _means(labels: jax.Array, predictions: jax.Array, weights: _Weights) -> _Metrics:
     return {
         "label/mean": _mean("label_mean", labels, weights),
-        "prediction/mean": _mean("prediction_mean", predicted, weights),
+        "prediction/mean": _mean("prediction_mean", predictions, weights),
     }
 
 

@@ -39,7 +39,7 @@ def linear_part(
 ) -> NetworkPart:
     """Make a part with variables `linear/linear_model/x/weights`, `.../bias_weights`.
 
-    Arguments are those of `LinearRegressor`; errors put `prefix` before their names.
+    Arguments are as in `LinearRegressor`. Error messages add `prefix` to their names.
     """
     columns = as_columns(feature_columns, f"{prefix}feature_columns")
     rate = _LINEAR_RATE
@@ -96,8 +96,8 @@ class LinearRegressor(_Linear):
             Ftrl with the learning rate `min(0.2, 1 / sqrt(number of columns))`.
         config: See `Estimator`.
         warm_start_from: See `Estimator`.
-        loss_reduction: `"sum_over_batch_size"`, or, as in TF 1, `"sum"` over the
-            batches of all replicas.
+        loss_reduction: `"sum_over_batch_size"` trains on the mean of the examples'
+            losses, `"sum"` on their sum over all replicas, as TF 1 does.
         sparse_combiner: How the weights of a row's ids are combined: `"sum"`,
             `"mean"` or `"sqrtn"`.
 
@@ -166,10 +166,10 @@ class _Baseline(CannedEstimator):
 class BaselineRegressor(_Baseline):
     """A baseline for regression: learns the labels' mean and ignores the features.
 
-    Results of `evaluate` and `predict` and other arguments are `LinearRegressor`'s.
+    See `LinearRegressor` for other arguments and results of `evaluate` and `predict`.
 
     Args:
-        optimizer: As for `LinearRegressor`; a name has a learning rate of 0.3.
+        optimizer: As for `LinearRegressor`, with a learning rate of 0.3 for a name.
 
     Example:
         >>> import replicax as rx
@@ -184,10 +184,10 @@ class BaselineRegressor(_Baseline):
 class BaselineClassifier(_Baseline):
     """A baseline for classification: learns the classes' frequencies only.
 
-    Results of `evaluate` and `predict` and other arguments are `LinearClassifier`'s.
+    See `LinearClassifier` for other arguments and results of `evaluate` and `predict`.
 
     Args:
-        optimizer: As for `LinearRegressor`; a name has a learning rate of 0.3.
+        optimizer: As for `LinearRegressor`, with a learning rate of 0.3 for a name.
 
     Example:
         >>> import replicax as rx

@@ -86,13 +86,12 @@ class Preprocessor:
         self, predictions: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """Add `classes` and `all_classes`, strings, to a classifier's predictions."""
-        named = dict(predictions)
-        if self.n_classes is None:
-            return named
-        for name in ("class", "all_class"):
-            if f"{name}_ids" in named:
-                named[f"{name}es"] = self._names[named[f"{name}_ids"]]
-        return named
+        outputs = dict(predictions)
+        if self.n_classes is not None:
+            for name in ("class", "all_class"):
+                if f"{name}_ids" in outputs:
+                    outputs[f"{name}es"] = self._names[outputs[f"{name}_ids"]]
+        return outputs
 
     @functools.cached_property
     def _names(self) -> np.ndarray:
@@ -129,7 +128,8 @@ class Preprocessor:
         if array.ndim != 2 or array.shape[1] != size:
             raise ValueError(
                 f"labels: must have the shape [b, {size}], or [b] for size 1; got "
-                f"{list(array.shape)}. A regressor has label_dimension=..."
+                f"{list(array.shape)}. Reshape them, or give a regressor another "
+                "label_dimension."
             )
         # Labels of two classes may be probabilities.
         dtype = "float32" if (self.n_classes or 2) == 2 else "int32"
@@ -161,7 +161,7 @@ class Preprocessor:
             )
 
     def _class_ids(self, array: np.ndarray) -> np.ndarray:
-        names = [_decoded(value) for value in array.ravel().tolist()]
+        names = [_as_text(value) for value in array.ravel().tolist()]
         unknown = next((name for name in names if name not in self._ids), None)
         if unknown is not None:
             raise ValueError(
@@ -175,12 +175,12 @@ class Preprocessor:
 def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:
     """Serialize a preprocessor as JSON.
 
-    A numeric column with a `normalizer_fn` becomes part of the program, which reads the
-    raw feature. ValueError: The function is elsewhere, such as in a cross.
+    A numeric column with a `normalizer_fn` is left to the program, which reads the raw
+    feature. ValueError: Another column, such as a cross, contains a `normalizer_fn`.
     """
     columns: list[JSONObject] = []
     in_program = list(preprocessor.in_program)
-    for column in dict.fromkeys(column.host for column in preprocessor.columns):
+    for column in dict.fromkeys(column.reader for column in preprocessor.columns):
         if isinstance(column, NumericColumn) and column.normalizer_fn is not None:
             if column.dtype == "float64":  # Programs have no float64.
                 raise ValueError(
@@ -211,6 +211,6 @@ def saved_preprocessor(config: JSONObject) -> Preprocessor:
     )
 
 
-def _decoded(value: Any) -> Any:
+def _as_text(value: Any) -> Any:
     is_bytes = isinstance(value, bytes)
     return value.decode("utf-8", "surrogateescape") if is_bytes else value

@@ -22,10 +22,10 @@ Arrays: TypeAlias = dict[str, jax.Array]
 """Traced arrays by name."""
 
 Tensor: TypeAlias = Any
-"""An array, a number or a symbolic Keras tensor; Keras' functions have no types."""
+"""An array, a number or a symbolic Keras tensor. Any: Keras annotates no types."""
 
 Features: TypeAlias = Any
-"""A batch's features: an array, or a dict or tuple of arrays, with rows in front."""
+"""A batch's features: an array `[b, ...]`, or a dict or tuple of such arrays."""
 
 Labels: TypeAlias = Any
 """A batch's labels, in one of the forms of `Features`; None in PREDICT mode."""

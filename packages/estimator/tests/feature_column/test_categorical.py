@@ -48,11 +48,11 @@ def test_identity_out_of_range_without_default(value) -> None:
     ("raw", "error", "match"),
     [
         (["a"], TypeError, "must fit dtype='int64'; got strings"),
-        ([1.0], TypeError, "integers or strings; got dtype float64"),
+        ([1.0], TypeError, "must have strings, or integers .* got dtype float64"),
         ([True], TypeError, "got dtype bool"),
         (np.zeros((1, 1, 1), int), ValueError, r"\[B\] or \[B, k\]; got \[1, 1, 1\]"),
         (np.array([3, None], object), TypeError, "got 3 in an array"),
-        (np.array([2**63], np.uint64), TypeError, "Cannot cast .* 'safe'"),
+        (np.array([2**63], np.uint64), TypeError, "'x' .* fit int64; .* dtype uint64"),
     ],
 )
 def test_wrong_categories(raw, error, match) -> None:

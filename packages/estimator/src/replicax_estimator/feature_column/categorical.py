@@ -211,8 +211,8 @@ class VocabularyColumn(SingleFeature, CategoricalColumn):
         """See the base class."""
         values = read_categories(features, self.key, self.title)
         require_kind(values, self.dtype, self.key, self.title)
-        listed = [self._positions.get(value, -1) for value in values.ravel().tolist()]
-        ids = np.array(listed, "int32").reshape(values.shape)
+        flat = [self._positions.get(value, -1) for value in values.ravel().tolist()]
+        ids = np.array(flat, "int32").reshape(values.shape)
         missing = is_missing(values)
         is_unknown = (ids < 0) & ~missing
         if self.num_oov_buckets and is_unknown.any():
@@ -240,7 +240,7 @@ def categorical_column_with_vocabulary_list(
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
         vocabulary_list: Strings or integers, each once; the first has id 0.
-        dtype: Ignored: features must have strings or integers, as the list does.
+        dtype: Ignored: the list decides whether features must be strings or integers.
         default_value: The id of values outside the list; -1: ignore them.
         num_oov_buckets: Number of hash buckets for values outside the list; their ids
             follow those of the list. (The hash is not TF's.)

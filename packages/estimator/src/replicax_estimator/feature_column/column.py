@@ -1,9 +1,9 @@
 """Base classes of feature columns, and the transformation of a batch.
 
 On the host `Column.transform` converts raw features to arrays of numbers. In the
-program `dense` or `ids` converts these arrays to a model's input. The host of a column
-is the column whose `transform` it uses: itself, or the column that it encodes. Shapes:
-`B` rows, `k` values in a row.
+program `dense` or `ids` converts these arrays to a model's input. The reader of a
+column is the column that reads and transforms its raw features: itself, or the column
+that it encodes. Shapes: `B` rows, `k` values in a row.
 """
 
 import abc
@@ -77,23 +77,23 @@ class Column(abc.ABC):
         """The column's name, the same as in TF."""
 
     @property
-    def host(self) -> "Column":
-        """The column that transforms the raw features."""
+    def reader(self) -> "Column":
+        """The column that reads and transforms the raw features."""
         return self
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the raw features that the host reads."""
-        return self.host.keys
+        """Names of the raw features that the reader reads."""
+        return self.reader.keys
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the arrays that `transform` returns: unique and stable."""
-        return self.host.outputs
+        return self.reader.outputs
 
     def transform(self, features: RawFeatures) -> Mapping[str, Array]:
         """Convert raw features on the host to arrays `[B, ...]` by `outputs`."""
-        return self.host.transform(features)
+        return self.reader.transform(features)
 
     @property
     def title(self) -> str:
@@ -102,21 +102,21 @@ class Column(abc.ABC):
 
     def output(self, kind: str) -> str:
         """Make a unique name for an output of this column."""
-        return f"{variable_name(self.name)}-{kind}-{self._mark}"
+        return f"{variable_name(self.name)}-{kind}-{self._digest}"
 
     @functools.cached_property
-    def _mark(self) -> str:
+    def _digest(self) -> str:
         # Two columns of one feature have the same name, but different attributes.
-        text = _described(self).encode()
+        text = _description(self).encode()
         return hashlib.blake2b(text, digest_size=3).hexdigest()
 
 
 Columns: TypeAlias = Column | Iterable[Column]
-"""An argument: one column, or several."""
+"""One feature column, or several, as a function accepts them."""
 
 
 class SingleFeature:
-    """Mixin of columns that read one raw feature `key`, their name."""
+    """Mixin of columns that read one raw feature, `key`, and are named after it."""
 
     key: str
 
@@ -174,12 +174,12 @@ class CategoricalColumn(Column):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The ids' name, unless another column is the host."""
-        return (self.output("ids"),) if self.host is self else super().outputs
+        """The name of the ids, or the outputs of another reader."""
+        return (self.output("ids"),) if self.reader is self else super().outputs
 
     def transform(self, features: RawFeatures) -> Mapping[str, Array]:
         """See the base class."""
-        if self.host is not self:
+        if self.reader is not self:
             return super().transform(features)
         return {self.outputs[0]: self.host_ids(features)}
 
@@ -193,14 +193,14 @@ def is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer | keras.KerasTensor)
 
 
-def _described(value: object) -> str:
+def _description(value: object) -> str:
     """Serialize a column as text that is the same in every process."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
-        inner = [f"{f.name}={_described(getattr(value, f.name))}" for f in fields]
+        inner = [f"{f.name}={_description(getattr(value, f.name))}" for f in fields]
         return f"{type(value).__name__}({', '.join(inner)})"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_described, value))})"
+        return f"({', '.join(map(_description, value))})"
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         return f"{named.__module__}.{named.__qualname__}"
@@ -208,14 +208,14 @@ def _described(value: object) -> str:
 
 
 def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
-    """Convert columns to a tuple; ValueError: none, or not all are columns."""
-    listed = (columns,) if isinstance(columns, Column) else tuple(columns)
-    if not listed or not all(isinstance(column, Column) for column in listed):
+    """Return columns as a tuple; ValueError: it is empty, or has another element."""
+    columns = (columns,) if isinstance(columns, Column) else tuple(columns)
+    if not columns or not all(isinstance(column, Column) for column in columns):
         raise ValueError(
-            f"{caller}: needs one or more feature columns; got {listed!r}. Make them "
+            f"{caller}: needs one or more feature columns; got {columns!r}. Make them "
             "with functions of rx.feature_column, such as numeric_column."
         )
-    return listed
+    return columns
 
 
 def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray]:
@@ -239,10 +239,10 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
         >>> fc.features_of([city], {"city": ["Ulm", "Bonn"]})[city.outputs[0]].tolist()
         [[1], [0]]
     """
-    hosts = _hosts(as_columns(columns, "features_of"), features, "features_of")
+    columns = as_columns(columns, "features_of")
     arrays: dict[str, np.ndarray] = {}
-    for host in hosts:
-        outputs = host.transform(features)
+    for reader in _readers(columns, features, "features_of"):
+        outputs = reader.transform(features)
         arrays |= {name: np.asarray(array) for name, array in outputs.items()}
     rows = {name: len(array) for name, array in arrays.items()}
     if len(set(rows.values())) > 1:
@@ -255,54 +255,57 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
 def transform_on_host(
     columns: tuple[Column, ...], features: RawFeatures, caller: str
 ) -> dict[str, ArrayLike]:
-    """Transform a batch's raw features on the host; `transform_traced` does the rest.
+    """Transform those raw features of a batch that are not traced, on the host.
 
-    Arrays of `features_of` and traced raw features pass unchanged.
+    The result also contains, unchanged, the arrays of `features_of` and the traced raw
+    features, which `transform_traced` transforms.
     """
-    ready: dict[str, ArrayLike] = {}
-    for host in _hosts(columns, features, caller):
-        if all(name in features for name in host.outputs):
-            ready |= {name: features[name] for name in host.outputs}
-        elif not any(is_traced(features.get(key)) for key in host.keys):
-            ready |= host.transform(features)
-        elif not host.is_traceable:
+    arrays: dict[str, ArrayLike] = {}
+    for reader in _readers(columns, features, caller):
+        if all(name in features for name in reader.outputs):
+            arrays |= {name: features[name] for name in reader.outputs}
+        elif not any(is_traced(features.get(key)) for key in reader.keys):
+            arrays |= reader.transform(features)
+        elif not reader.is_traceable:
             raise TypeError(
-                f"{host.title}: got the raw features {list(host.keys)} in a traced "
+                f"{reader.title}: got the raw features {list(reader.keys)} in a traced "
                 "function, but their values are looked up on the host. Call "
                 "features_of(columns, features) in the input function."
             )
         else:
-            ready |= {key: features[key] for key in host.keys if key in features}
-    return ready
+            arrays |= {key: features[key] for key in reader.keys if key in features}
+    return arrays
 
 
 def transform_traced(
     columns: tuple[Column, ...], features: Arrays, caller: str
 ) -> dict[str, jax.Array]:
-    """Compute the columns' outputs in a traced function, after `transform_on_host`."""
+    """Transform the raw features that are left in a result of `transform_on_host`."""
     arrays = dict(features)
-    for host in _hosts(columns, features, caller):
-        if not all(name in arrays for name in host.outputs):
-            outputs = host.transform(features)
+    for reader in _readers(columns, features, caller):
+        if not all(name in arrays for name in reader.outputs):
+            outputs = reader.transform(features)
             arrays |= {name: jax.numpy.asarray(x) for name, x in outputs.items()}
     return arrays
 
 
-def _hosts(columns: tuple[Column, ...], features: object, caller: str) -> list[Column]:
-    """Collect the columns' hosts, each once; TypeError: `features` is not a dict."""
+def _readers(
+    columns: tuple[Column, ...], features: object, caller: str
+) -> list[Column]:
+    """Collect the columns' readers, each once; TypeError: `features` is not a dict."""
     if not isinstance(features, Mapping):
         raise TypeError(
             f"{caller}: features must be a dict of arrays by name; got a "
             f"{type(features).__name__}."
         )
-    hosts: dict[tuple[str, ...], Column] = {}
+    readers: dict[tuple[str, ...], Column] = {}
     for column in columns:
-        host = column.host
-        first = hosts.setdefault(host.outputs, host)
-        if first != host:
+        reader = column.reader
+        first = readers.setdefault(reader.outputs, reader)
+        if first != reader:
             raise ValueError(
-                f"{caller}: two columns {host.name!r} differ only in a function; got "
-                f"{first!r} and {host!r}. Make one column and use it twice, or give "
+                f"{caller}: two columns {reader.name!r} differ only in a function; got "
+                f"{first!r} and {reader!r}. Make one column and use it twice, or give "
                 "the functions different names."
             )
-    return list(hosts.values())
+    return list(readers.values())

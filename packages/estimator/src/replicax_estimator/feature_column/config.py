@@ -43,25 +43,25 @@ def to_config(column: Column) -> JSONObject:
                 f"{value!r}, and JSON contains no functions. Call it in the input "
                 "function or in the model."
             )
-        config[field.name] = _encoded(value)
+        config[field.name] = _to_json(value)
     return config
 
 
-def _encoded(value: object) -> Any:
+def _to_json(value: object) -> Any:
     if isinstance(value, Column):
         return to_config(value)
     if isinstance(value, tuple):
-        return [_encoded(element) for element in value]
+        return [_to_json(element) for element in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
 def from_config(config: JSONObject) -> Column:
-    """Deserialize a column from `to_config`: an equal one, with the same `outputs`."""
+    """Deserialize a column from the result of `to_config`; it equals the original."""
     cls: Any = _BY_NAME[config["kind"]]
-    return cls(**{n: _decoded(x) for n, x in config.items() if n != "kind"})
+    return cls(**{n: _from_json(x) for n, x in config.items() if n != "kind"})
 
 
-def _decoded(value: Any) -> object:
+def _from_json(value: Any) -> object:
     if isinstance(value, list):
-        return tuple(_decoded(element) for element in value)
+        return tuple(_from_json(element) for element in value)
     return from_config(value) if isinstance(value, dict) else value

@@ -46,9 +46,9 @@ class _DenseOfCategories(DenseColumn):
         require_instance(self.categorical_column, CategoricalColumn, what)
 
     @property
-    def host(self) -> Column:
-        """The column that transforms raw features on the host, see the base class."""
-        return self.categorical_column.host
+    def reader(self) -> Column:
+        """See the base class."""
+        return self.categorical_column.reader
 
 
 @dataclasses.dataclass(frozen=True)

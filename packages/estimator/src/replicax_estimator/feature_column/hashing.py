@@ -85,8 +85,8 @@ def categorical_column_with_hash_bucket(
     """Make a categorical column whose ids are hash buckets.
 
     The hash is BLAKE2b of the string, or of an integer's decimal digits: the same in
-    every process and on every machine. Bucket numbers of TF, which has another hash,
-    differ, and weights trained with them do not fit.
+    every process and on every machine. TF has another hash, so its bucket numbers
+    differ, and weights trained with TF do not fit.
 
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
@@ -201,5 +201,5 @@ def crossed_column(
         >>> fc.crossed_column([ages, "city"], 1000).name
         'age_bucketized_X_city'
     """
-    listed = (keys,) if isinstance(keys, str) else tuple(keys)
-    return CrossedColumn(listed, hash_bucket_size, hash_key)
+    keys = (keys,) if isinstance(keys, str) else tuple(keys)
+    return CrossedColumn(keys, hash_bucket_size, hash_key)

@@ -32,14 +32,14 @@ __all__ = ["DenseFeatures", "LinearModel", "input_layer", "linear_model"]
 
 
 class _ColumnsLayer(keras.layers.Layer):
-    """Base class of layers of columns, which it sorts by name as TF does."""
+    """Base class of the layers; it sorts the columns by name, as TF does."""
 
     def __init__(self, columns: Columns, **kwargs: Any) -> None:
         # Autocasting would round the boundaries of buckets to bfloat16.
         super().__init__(autocast=False, **kwargs)
         caller = type(self).__name__
-        listed = as_columns(columns, caller)
-        self._columns = tuple(sorted(listed, key=lambda column: column.name))
+        columns = as_columns(columns, caller)
+        self._columns = tuple(sorted(columns, key=lambda column: column.name))
         self._tables: dict[str, rx.layers.Embedding] = {}
         names = [column.name for column in self._columns]
         if len(set(names)) < len(names):
@@ -51,8 +51,8 @@ class _ColumnsLayer(keras.layers.Layer):
         self, features: RawFeatures, *args: object, **kwargs: Any
     ) -> jax.Array:
         """Call the layer with raw features, or with a result of `features_of`."""
-        ready = transform_on_host(self._columns, features, type(self).__name__)
-        return super().__call__(ready, *args, **kwargs)
+        arrays = transform_on_host(self._columns, features, type(self).__name__)
+        return super().__call__(arrays, *args, **kwargs)
 
     def build(self, input_shape: object = None) -> None:
         """Make the embedding tables, one for each `table_name`."""

@@ -110,7 +110,7 @@ def numeric_column(
         key: Name of the feature, `[B, *shape]`, or `[B]` for shape `(1,)`. NaN passes
             unchanged.
         shape: Shape of a row.
-        default_value: The number for all rows of batches without the feature.
+        default_value: In a batch without the feature, every row has this number.
         dtype: A dtype of real numbers. With `"float64"`, `normalizer_fn` receives
             float64. The result is always float32.
         normalizer_fn: Maps `[B, *shape]` to the same shape. Its argument is a NumPy
@@ -174,7 +174,7 @@ class BucketizedColumn(DenseColumn, CategoricalColumn):
         return f"{self.source_column.name}_bucketized"
 
     @property
-    def host(self) -> NumericColumn:
+    def reader(self) -> NumericColumn:
         """The numeric column; the program assigns its numbers to buckets."""
         return self.source_column
 

@@ -75,16 +75,17 @@ def read_categories(features: RawFeatures, key: str, caller: str) -> np.ndarray:
         )
     if array.ndim == 1:
         array = array.reshape(-1, 1)
-    if array.dtype.kind in "iu":
-        return array.astype(np.int64, casting="safe")  # TypeError for uint64.
+    if array.dtype.kind in "iu" and np.can_cast(array.dtype, np.int64):
+        return array.astype(np.int64)
     if array.dtype.kind in "UT":
         return array.astype(object)
     if array.dtype.kind in "OS":
         texts = [_text(value, key, caller) for value in array.ravel().tolist()]
         return np.array(texts, object).reshape(array.shape)
     raise TypeError(
-        f"{caller}: feature {key!r} must have integers or strings; got dtype "
-        f"{array.dtype}. Convert it, or use numeric_column (and bucketized_column)."
+        f"{caller}: feature {key!r} must have strings, or integers that "
+        f"fit int64; got dtype {array.dtype}. Convert it, or use numeric_column (and "
+        "bucketized_column)."
     )
 
 
@@ -142,8 +143,8 @@ def fingerprints(values: np.ndarray) -> np.ndarray:
     """
     texts = [str(value) for value in values.ravel().tolist()]
     hashes = {text: _fingerprint(text) for text in dict.fromkeys(texts)}
-    hashed = np.fromiter(map(hashes.__getitem__, texts), np.uint64, len(texts))
-    return hashed.reshape(values.shape)
+    prints = np.fromiter(map(hashes.__getitem__, texts), np.uint64, len(texts))
+    return prints.reshape(values.shape)
 
 
 def dtype_name(dtype: DTypeLike) -> str:
