@@ -25,6 +25,4 @@ def run(source: str) -> dict[str, Any]:
     text, left = ported(source)
     assert left == []
     assert "tensorflow" not in text
-    names: dict[str, Any] = {}
-    exec(compile(text, "ported", "exec"), names)
-    return names
+    return executed(text)

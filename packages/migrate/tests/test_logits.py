@@ -192,8 +192,10 @@ def test_the_accuracy_of_several_sigmoids_compares_the_largest() -> None:
     given = {"activation": '"sigmoid"', "loss": "binary_crossentropy"}
     result, _ = text(CROSSED.format(**given))
     assert 'metrics=["accuracy"]' in result
-    result, _ = text(CROSSED.format(**given).replace("UNITS = 3", "UNITS = 1"))
-    assert 'BinaryAccuracy(name="accuracy", threshold=0)' in result
+    one = CROSSED.format(**given).replace("UNITS = 3", "UNITS = 1")
+    for argument in ("metrics=", "weighted_metrics=", ""):
+        result, _ = text(one.replace("metrics=", argument))
+        assert 'BinaryAccuracy(name="accuracy", threshold=0)' in result
 
 
 def test_the_last_layer_of_a_list_may_be_added_later() -> None:

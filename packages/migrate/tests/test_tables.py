@@ -14,18 +14,18 @@ from replicax_migrate import tables
 from replicax_migrate.sources import METHOD_RULES, SOURCE_RULES
 from replicax_migrate.tables import (
     ALIASES,
+    CALL_OPERATORS,
     CHANGED_DEFAULTS,
     DEVICE_OPERATORS,
     DROPPED,
     EXACT,
-    GUARDED_OPERATORS,
     HOST_OPERATORS,
     KEYWORDS,
     MESSAGES,
     NAMES,
     NOTES,
     PREFIXES,
-    WRITTEN,
+    TEMPLATES,
     Operator,
     exists,
     find_reason,
@@ -36,7 +36,7 @@ from replicax_migrate.tables import (
 PAGE = Path(__file__).parents[3] / "docs" / "migrate.md"
 OPERATORS = [
     *DEVICE_OPERATORS.items(),
-    *GUARDED_OPERATORS.items(),
+    *CALL_OPERATORS.items(),
     *HOST_OPERATORS.items(),
 ]
 
@@ -89,9 +89,9 @@ def test_operators_exist_with_their_parameters(path: str, operator: Operator) ->
     assert positional == signature[: len(positional)]
 
 
-@pytest.mark.parametrize("path", sorted(WRITTEN))
+@pytest.mark.parametrize("path", sorted(TEMPLATES))
 def test_written_calls_name_what_exists(path: str) -> None:
-    parameters, text = WRITTEN[path]
+    parameters, text = TEMPLATES[path]
     assert set(re.findall(r"{(\w+)}", text)) <= {*parameters}
     for target in re.findall(r"\b(?:keras|os)(?:\.\w+)+", text):
         assert found(target) is not None
@@ -113,7 +113,7 @@ def code_of_rules() -> str:
 
 def test_notes_are_about_what_is_ported() -> None:
     for path in NOTES:
-        assert find_target(path) or path in WRITTEN, path
+        assert find_target(path) or path in TEMPLATES, path
 
 
 def test_what_is_dropped_has_no_target_or_says_why() -> None:

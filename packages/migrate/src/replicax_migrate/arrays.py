@@ -49,7 +49,7 @@ def _constant(site: CallSite) -> Expression:
 
 
 def _variable(site: CallSite) -> Expression:
-    if _in_build(site.script, site.node):
+    if _in_layer_method(site.script, site.node):
         # Keras 3 refuses the traced value, and then builds the layer a second time.
         raise Unported(MESSAGES["traced_value"])
     call = by_row(site)
@@ -61,7 +61,7 @@ def _variable(site: CallSite) -> Expression:
     return call
 
 
-def _in_build(script: Script, node: cst.CSTNode) -> bool:
+def _in_layer_method(script: Script, node: cst.CSTNode) -> bool:
     """Whether a node is in the `build` or `call` of a layer, which Keras traces."""
     function = script.function_of(node)
     if function is None or function.name.value not in {"build", "call"}:
@@ -71,7 +71,7 @@ def _in_build(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _cast(site: CallSite) -> Expression:
-    """Port `tf.cast(x, dtype)`; without the cast if `x` is a size, a Python integer."""
+    """Port `tf.cast(x, dtype)`; drop the cast of a size, which is a Python integer."""
     script = site.script
     value, dtype = site.original(0, "x"), site.original(1, "dtype")
     size = script.flow.resolve(value)
@@ -117,7 +117,7 @@ def _matmul(site: CallSite) -> Expression:
     return by_row(site)
 
 
-def _normalized(site: CallSite) -> Expression:
+def _batch_normalization(site: CallSite) -> Expression:
     """Port `tf.nn.batch_normalization` to its formula."""
     names = ["x", "mean", "variance", "offset", "scale", "variance_epsilon", "name"]
     arguments = {name: arg.value for name, arg in bind_ported(site, names).items()}
@@ -159,7 +159,7 @@ def resize(site: CallSite) -> Expression:
     """Port `tf.image.resize` of TensorFlow 2, whose results are float32."""
     script, call = site.script, by_row(site)
     value = kwarg_value(call, "interpolation") or script.string("bilinear")
-    name = script.names.tf_path(value)  # None after the argument was ported.
+    name = script.names.tf_path(value)  # None if the visitor has ported the value.
     text = str(find_target(name) if name else script.code(value)).strip("\"'")
     if text not in {"bicubic", "bilinear", "lanczos3", "lanczos5", "nearest"}:
         raise site.refusal("area, gaussian and mitchellcubic have no counterpart")
@@ -187,7 +187,7 @@ DEVICE_RULES: dict[str, Rule] = {
     "image.resize": resize,
     "cast": _cast,
     "where": _where,
-    "nn.batch_normalization": _normalized,
+    "nn.batch_normalization": _batch_normalization,
     "split": _split,
     **dict.fromkeys(RANDOM_FUNCTIONS, _random),
 }

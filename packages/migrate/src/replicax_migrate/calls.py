@@ -19,11 +19,11 @@ from replicax_migrate.rules import (
 )
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import (
+    CALL_OPERATORS,
     DEVICE_OPERATORS,
-    GUARDED_OPERATORS,
     HOST_OPERATORS,
     NOTES,
-    WRITTEN,
+    TEMPLATES,
     find_reason,
     find_target,
 )
@@ -162,7 +162,7 @@ def _length(node: Expression | None) -> Expression | None:
 
 _INITIALIZERS = [
     path
-    for path, operator in GUARDED_OPERATORS.items()
+    for path, operator in CALL_OPERATORS.items()
     if operator.target.startswith("keras.initializers.")
 ]
 
@@ -175,22 +175,22 @@ def _initializer(site: CallSite) -> Expression:
     return by_row(site)
 
 
-def _eagerly(site: CallSite) -> Expression:
+def _executing_eagerly(site: CallSite) -> Expression:
     if is_traced(site.script, site.node):
         raise Unported(find_reason(site.path))
     return cst.Name("True")
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys([*DEVICE_OPERATORS, *GUARDED_OPERATORS], by_row),
+    **dict.fromkeys([*DEVICE_OPERATORS, *CALL_OPERATORS], by_row),
     "function": lambda site: site.required(0, "func"),
     "range": _range,
     "profiler.experimental.Trace": by_keywords("Trace"),
     **dict.fromkeys(("einsum", "linalg.einsum", "meshgrid"), by_keywords("named")),
-    **{path: by_template(text, *names) for path, (names, text) in WRITTEN.items()},
+    **{path: by_template(text, *names) for path, (names, text) in TEMPLATES.items()},
     "print": _print,
     "device": _device,
-    "executing_eagerly": _eagerly,
+    "executing_eagerly": _executing_eagerly,
     **dict.fromkeys(_INITIALIZERS, _initializer),
     **dict.fromkeys(WITH_ORIGINAL_ARGS, _logical_devices),
     **DEVICE_RULES,

@@ -118,7 +118,7 @@ def _files(scripts: list[str]) -> list[str]:
 def _migrate(file: str, diff: bool, write: bool, quiet: bool, ports: _Ports) -> Status:
     """Port one script, add it to `ports`, and return its status before a check."""
     name = "<stdin>" if file == "-" else file
-    result = _ported(file)
+    result = _port_file(file)
     if isinstance(result, str):
         typer.echo(f"{name}:{result}", err=True)
         return Status.UNREADABLE
@@ -137,7 +137,7 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool, ports: _Ports) -> 
     return Status.LEFT if ported.left else Status.NOT_RUN
 
 
-def _ported(file: str) -> "tuple[bytes, Ported] | str":
+def _port_file(file: str) -> "tuple[bytes, Ported] | str":
     """The text of a script and its port, or an error message."""
     from libcst import ParserSyntaxError
 

@@ -13,7 +13,7 @@ from replicax_migrate.edits import Edits
 from replicax_migrate.kinds import methods_named
 from replicax_migrate.rules import CallSite, port_keywords
 from replicax_migrate.script import Expression, Script
-from replicax_migrate.tables import ARGUMENTS, MESSAGES, NAMES, WIDE_METRICS
+from replicax_migrate.tables import ARGUMENTS, MESSAGES, NAMES, UNRESHAPED_METRICS
 from replicax_migrate.tree import (
     arg_value,
     is_name,
@@ -24,25 +24,21 @@ from replicax_migrate.tree import (
 )
 from replicax_migrate.values import elements, returned_values
 
-__all__ = ["flat_losses", "plan_metrics", "port_compile", "port_fit"]
+__all__ = ["flat_losses", "plan_labels", "port_compile", "port_fit"]
 
 
 def port_compile(site: CallSite) -> Expression:
     """Port `model.compile(...)`: drop or rename arguments that Keras 3 lacks."""
     has_metrics = site.original(2, "metrics") is not None
     if has_metrics and any(
-        _makes_masking_layer(site.script, call) for call in site.script.calls
+        kwarg_value(call, "mask_zero") is not None
+        or site.script.called_path(call) == "keras.layers.Masking"
+        for call in site.script.calls
     ):
         site.note(MESSAGES["masked_metrics"])
     # In Keras 3, `loss_weights` comes before `metrics`.
-    return site.with_args(
-        port_keywords(site.name_args(ARGUMENTS["compile"], 2), "compile")
-    )
-
-
-def _makes_masking_layer(script: Script, call: cst.Call) -> bool:
-    has_zero = kwarg_value(call, "mask_zero") is not None
-    return has_zero or script.called_path(call) == "keras.layers.Masking"
+    named = site.name_args(ARGUMENTS["compile"], 2)
+    return site.with_args(port_keywords(named, "compile"))
 
 
 def port_fit(site: CallSite) -> Expression:
@@ -53,20 +49,22 @@ def port_fit(site: CallSite) -> Expression:
     return inner.as_method(name, port_keywords(inner, "fit"))
 
 
-def plan_metrics(script: Script) -> Edits:
-    """Plan to reshape labels in losses and metrics, as TensorFlow does."""
+def plan_labels(script: Script) -> Edits:
+    """Plan to reshape the labels in losses and metrics, as TensorFlow does."""
     edits = Edits()
     for call in (c for c in script.calls if method_name(c) == "compile"):
         loss = arg_value(call, 1, "loss")
         # Keras reshapes labels for functions, not for classes.
         for part in flat_losses(script, loss):
-            _plan_labels(script, edits, methods_named(script, part, "call"))
+            _plan_reshape(script, edits, methods_named(script, part, "call"))
         is_categorical = "categorical" in script.code(loss).lower() if loss else False
-        for metric in flat_losses(script, arg_value(call, 2, "metrics")):
-            _plan_labels(script, edits, _metric_functions(script, metric))
+        metrics = flat_losses(script, arg_value(call, 2, "metrics"))
+        metrics += flat_losses(script, arg_value(call, 4, "weighted_metrics"))
+        for metric in metrics:
+            _plan_reshape(script, edits, _metric_functions(script, metric))
             if not is_categorical and _does_not_reshape(script, metric):
                 name = script.code(metric)
-                script.leave(metric, MESSAGES["wide_metric"].format(name=name))
+                script.leave(metric, MESSAGES["unreshaped_metric"].format(name=name))
     return edits
 
 
@@ -79,11 +77,11 @@ def _does_not_reshape(script: Script, metric: Expression) -> bool:
     if module not in {"", "keras.losses", "keras.metrics"}:
         return False
     if isinstance(metric, cst.Call):
-        return name in WIDE_METRICS
-    return name in WIDE_METRICS.values()
+        return name in UNRESHAPED_METRICS
+    return name in UNRESHAPED_METRICS.values()
 
 
-def _plan_labels(
+def _plan_reshape(
     script: Script, edits: Edits, functions: Iterable[cst.FunctionDef]
 ) -> None:
     """Plan to reshape the labels in the first line of losses or metrics."""
@@ -96,16 +94,18 @@ def _plan_labels(
 
 
 def flat_losses(
-    script: Script, node: Expression | None, resolved: bool = False
+    script: Script, node: Expression | None, resolve: bool = False
 ) -> list[Expression]:
-    """Losses or metrics in nested lists and dicts; `resolved` resolves variables."""
+    """Losses or metrics in nested lists and dicts.
+
+    With `resolve`, the elements of a list or dict that a variable holds.
+    """
     if node is None:
         return []
-    node = script.flow.resolve(node) if resolved else node
+    node = script.flow.resolve(node) if resolve else node
     parts = elements(script, node)
-    return [loss for part in parts for loss in flat_losses(script, part, resolved)] or [
-        node
-    ]
+    losses = [x for part in parts for x in flat_losses(script, part, resolve)]
+    return losses or [node]
 
 
 def _metric_functions(script: Script, node: Expression) -> Iterator[cst.FunctionDef]:

@@ -1,6 +1,6 @@
-"""Finds the datasets of a script, and groups datasets of one pipeline.
+"""Finds the pipelines of a script: datasets that are made from each other.
 
-`a = tf.data.Dataset.range(9)` and `b = a.map(f).batch(3)` are one group, with the
+`a = tf.data.Dataset.range(9)` and `b = a.map(f).batch(3)` are one pipeline, with the
 source `range` and the operators `map` and `batch`.
 """
 
@@ -30,27 +30,27 @@ from replicax_migrate.values import (
     values_returned_by,
 )
 
-__all__ = ["PipelineGroup", "find_groups"]
+__all__ = ["Pipeline", "find_pipelines"]
 
 _Ancestors: TypeAlias = AbstractSet[cst.CSTNode | Definition]
 """The expressions and definitions from which the script makes a dataset."""
 
 
 @dataclass(eq=False)
-class PipelineGroup:
+class Pipeline:
     """Datasets with common ancestors.
 
     Attributes:
         sources: Calls that make a dataset from data, with their paths.
         operators: Calls of methods of datasets, in the order of the text.
-        unknown: Objects of unknown origin whose methods are those of datasets.
-        foreign: Calls of `tfds.load`.
+        unknown: Objects of unknown origin, on which the script calls operators.
+        tfds_loads: Calls of `tfds.load`.
     """
 
     sources: list[tuple[cst.Call, str]] = field(default_factory=list)
     operators: list[cst.Call] = field(default_factory=list)
     unknown: list[Expression] = field(default_factory=list)
-    foreign: list[cst.Call] = field(default_factory=list)
+    tfds_loads: list[cst.Call] = field(default_factory=list)
 
     @property
     def is_stream(self) -> bool:
@@ -58,37 +58,36 @@ class PipelineGroup:
         return any(path in READERS for _, path in self.sources)
 
 
-def find_groups(script: Script) -> list[PipelineGroup]:
-    """The groups of datasets with common ancestors."""
+def find_pipelines(script: Script) -> list[Pipeline]:
+    """The pipelines of a script. Datasets with a common ancestor are one pipeline."""
     groups: list[_Ancestors] = []
     for call in script.calls:
-        if _is_operator(call) or _creates_dataset(script, call):
-            chain = _ancestors(script, call)
-            if _is_dataset(script, chain) or _looks_like_dataset(script, call):
-                joined = [group for group in groups if not group.isdisjoint(chain)]
-                groups = [group for group in groups if group not in joined]
-                groups.append(frozenset(chain).union(*joined))
-    return [_group(script, group) for group in groups]
+        is_candidate = _is_operator(call) or _creates_dataset(script, call)
+        if is_candidate and (
+            _is_dataset(script, call) or _looks_like_dataset(script, call)
+        ):
+            ancestors = _ancestors(script, call)
+            related = [group for group in groups if not group.isdisjoint(ancestors)]
+            groups = [group for group in groups if group not in related]
+            groups.append(frozenset(ancestors).union(*related))
+    return [_pipeline(script, group) for group in groups]
 
 
-def _group(script: Script, group: _Ancestors) -> PipelineGroup:
-    pipelines = PipelineGroup()
+def _pipeline(script: Script, nodes: _Ancestors) -> Pipeline:
+    pipeline = Pipeline()
     for call in script.calls:
-        if call not in group:
+        if call not in nodes:
             continue
         if _is_operator(call):
-            pipelines.operators.append(call)
+            pipeline.operators.append(call)
         elif _is_tfds_load(script, call):
-            pipelines.foreign.append(call)
+            pipeline.tfds_loads.append(call)
         elif path := _source_path(script, call):
-            pipelines.sources.append((call, path))
-    owners = {object_of(call) for call in pipelines.operators}
-    for node in owners:
-        if not isinstance(node, cst.Call) and not _is_dataset(
-            script, _ancestors(script, node)
-        ):
-            pipelines.unknown.append(node)
-    return pipelines
+            pipeline.sources.append((call, path))
+    for node in {object_of(call) for call in pipeline.operators}:
+        if not isinstance(node, cst.Call) and not _is_dataset(script, node):
+            pipeline.unknown.append(node)
+    return pipeline
 
 
 # Which expressions are datasets.
@@ -105,8 +104,9 @@ def _creates_dataset(script: Script, node: cst.CSTNode | Definition) -> bool:
     return is_maker or bool(_source_path(script, node)) or _is_tfds_load(script, node)
 
 
-def _is_dataset(script: Script, chain: _Ancestors) -> bool:
-    return any(_creates_dataset(script, node) for node in chain)
+def _is_dataset(script: Script, node: Expression) -> bool:
+    """Whether a dataset or its ancestors begin with a known source."""
+    return any(_creates_dataset(script, part) for part in _ancestors(script, node))
 
 
 def _looks_like_dataset(script: Script, call: Expression) -> bool:
@@ -118,15 +118,16 @@ def _looks_like_dataset(script: Script, call: Expression) -> bool:
         node = object_of(node)
     if isinstance(node, cst.Name) and script.names.imported(node):
         return False
-    is_telling = len(methods) > 1 and not methods.isdisjoint(NAMES["telling_methods"])
-    return is_telling or not methods.isdisjoint(NAMES["sure_methods"])
+    names = NAMES["methods_of_datasets_only"]
+    names += NAMES["methods_in_chains"] if len(methods) > 1 else ()
+    return not methods.isdisjoint(names)
 
 
 def _source_path(script: Script, node: Expression) -> str | None:
     path = script.called_path(node)
-    is_data = path.startswith(("data.Dataset", "data.experimental.make_"))
-    is_reader = path.startswith("data.") and path.endswith("Dataset")
-    return path if is_data or is_reader or path in READERS else None
+    is_method = path.startswith(("data.Dataset", "data.experimental.make_"))
+    is_class = path.startswith("data.") and path.endswith("Dataset")
+    return path if is_method or is_class or path in READERS else None
 
 
 def _is_tfds_load(script: Script, node: cst.Call) -> bool:
@@ -140,15 +141,15 @@ def _is_tfds_load(script: Script, node: cst.Call) -> bool:
 @ends_at_cycles(frozenset())
 def _ancestors(script: Script, node: Expression) -> _Ancestors:
     """A dataset and its ancestors."""
-    chain = set[cst.CSTNode | Definition]()
+    ancestors = set[cst.CSTNode | Definition]()
     for source in reachable([node], lambda inner: _direct_ancestors(script, inner)):
-        chain.add(source)
-        chain |= script.flow.reaching(source)
-    return chain
+        ancestors.add(source)
+        ancestors |= script.flow.reaching(source)
+    return ancestors
 
 
 def _direct_ancestors(script: Script, node: Expression) -> list[Expression]:
-    """The expressions from which a dataset is made directly."""
+    """The expressions from which one expression makes a dataset."""
     match node:
         case cst.Call() if _is_operator(node):
             return [object_of(node), *_operands(script, node)]
@@ -156,7 +157,7 @@ def _direct_ancestors(script: Script, node: Expression) -> list[Expression]:
             return [*_operands(script, node)]
         case cst.Subscript():
             return direct_values(script, node) or [node.value]
-    # For `train, test = load()` with unknown elements, the call itself.
+    # If the elements in `train, test = load()` are unknown, `load()` is the ancestor.
     unpacked = (v for d in definitions(script, node) for v in d.values)
     values = direct_values(script, node) or unpacked
     return [*values, *_returned_by_methods(script, node)]
@@ -168,7 +169,7 @@ def _operands(script: Script, node: cst.Call) -> Iterator[Expression]:
     if path.endswith(".zip") or method_name(node) == "concatenate":
         for arg in node.args:
             for operand in find(arg.value, cst.Name, cst.Call):
-                if _is_dataset(script, _ancestors(script, operand)):
+                if _is_dataset(script, operand):
                     yield operand
 
 

@@ -5,7 +5,7 @@ The process writes the file OUTCOME, such as `[1, 9, "ValueError: ..."]`: the ex
 status, a line of the script, and the reason.
 
 A callback in the update of each optimizer counts the executed updates. The process
-exits at the second update: by then, the first step has ended.
+exits at the second update: the first step has then ended.
 
 In a cluster with a parameter server, the worker and the server run this module. The
 server updates the parameters, and writes OUTCOME at the first update. The worker writes
@@ -42,12 +42,13 @@ class _UpdateCounter:
     """Counts the executed updates of optimizers.
 
     Args:
-        reached: Called by a thread of JAX after enough updates.
-        is_server: True if one update is enough, False if two are needed.
+        on_trained: Called by a thread of JAX once a training step has ended.
+        is_server: Whether one update ends a step. Elsewhere, the second update shows
+            that the first step has ended.
     """
 
-    def __init__(self, reached: Callable[[], None], *, is_server: bool) -> None:
-        self._reached = reached
+    def __init__(self, on_trained: Callable[[], None], *, is_server: bool) -> None:
+        self._on_trained = on_trained
         self._is_server = is_server
         self.counts = Counter[int]()
 
@@ -71,7 +72,7 @@ class _UpdateCounter:
         self.counts[key] += 1
         # Each device calls this method once per update.
         if self._is_server or self.counts[key] > jax.local_device_count():
-            self._reached()
+            self._on_trained()
 
 
 def main() -> None:
@@ -91,14 +92,14 @@ def main() -> None:
         temporary.write_text(json.dumps([status, line, reason]), "utf-8")
         temporary.replace(outcome)
 
-    def reached() -> None:
+    def on_trained() -> None:
         write(Status.RUN)
         if not is_server:
             os._exit(0)
 
     if not has_servers:
         rx.set_logical_devices(2)
-    updates = _UpdateCounter(reached, is_server=is_server)
+    updates = _UpdateCounter(on_trained, is_server=is_server)
     updates.watch()
     error: BaseException | None = None
     try:
@@ -119,7 +120,7 @@ def main() -> None:
 
 def _is_missing_input(error: BaseException) -> bool:
     """Whether an error means that data, a package or an argument is missing."""
-    for cause in _chain(error):
+    for cause in _causes(error):
         if isinstance(cause, ModuleNotFoundError):
             return not (cause.name or "").startswith(_DEPENDENCIES_OF_PORTS)
         if isinstance(cause, OSError):
@@ -128,7 +129,7 @@ def _is_missing_input(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code == 2
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -136,7 +137,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _line(error: BaseException, script: str) -> int:
     """The innermost line of the script in the traceback of an error; else 1."""
-    for cause in _chain(error):
+    for cause in _causes(error):
         frames = traceback.walk_tb(cause.__traceback__)
         lines = [line for frame, line in frames if frame.f_code.co_filename == script]
         if lines:

@@ -15,6 +15,7 @@ from replicax_migrate.tree import methods_of
 __all__ = ["Definition", "Flow"]
 
 _Key: TypeAlias = tuple[int, str]
+"""The key of a variable: the id of the scope or class that binds it, and the name."""
 _Environment: TypeAlias = dict[_Key, frozenset["Definition"]]
 _NONE: frozenset["Definition"] = frozenset()
 _Expression = TypeVar("_Expression", bound=cst.BaseExpression | None)
@@ -38,9 +39,9 @@ class Definition:
 class Flow:
     """The definitions in a script, and the definitions that reach each use.
 
-    The analysis follows statements in order, merges branches, and repeats loops once.
-    All bindings of an outer variable reach the uses in a function. All bindings of an
-    attribute of `self` reach all uses in the class.
+    The analysis follows statements in order, merges branches, and visits the body of a
+    loop twice. All bindings of an outer variable reach its uses in a function. All
+    bindings of an attribute of `self` reach its uses in the class.
 
     Attributes:
         definitions: All definitions, in the order of the analysis.
@@ -56,7 +57,7 @@ class Flow:
         self._reaching: dict[cst.CSTNode, frozenset[Definition]] = {}
         self._outer_uses: dict[cst.CSTNode, _Key] = {}
         self._uses: dict[Definition, list[cst.CSTNode]] = defaultdict(list)
-        self._called: dict[str, list[Sequence[cst.Param]]] = defaultdict(list)
+        self._signatures: dict[str, list[Sequence[cst.Param]]] = defaultdict(list)
         self._calls: list[cst.Call] = []
         self._loops: list[list[_Environment]] = []
         self._bodies: list[tuple[cst.FunctionDef | cst.Lambda, int]] = []
@@ -64,7 +65,7 @@ class Flow:
         self._block(module.body, {})
         while self._bodies:
             body, self._class = self._bodies.pop(0)
-            self._parameters(body)
+            self._function_body(body)
         self._pass_arguments()
 
     def reaching(self, use: cst.CSTNode | None) -> frozenset[Definition]:
@@ -116,7 +117,7 @@ class Flow:
     def _block(
         self, body: Sequence[cst.CSTNode], env: _Environment | None
     ) -> _Environment | None:
-        for statement in body:  # Also statements that control flow does not reach.
+        for statement in body:  # Includes statements below a `return`.
             env = self._statement(statement, env if env is not None else {})
         return env
 
@@ -127,7 +128,7 @@ class Flow:
             case cst.Else() | cst.Finally():
                 return self._statement(node.body, env)
             case cst.FunctionDef() | cst.ClassDef():
-                return self._named(node, env)
+                return self._function_or_class(node, env)
             case cst.For() | cst.While():
                 return self._loop(node, env)
             case cst.Try() | cst.TryStar():
@@ -177,13 +178,13 @@ class Flow:
                 self._read(node, env)
         return None if isinstance(node, cst.Return | cst.Raise) else env
 
-    def _named(
+    def _function_or_class(
         self, node: cst.FunctionDef | cst.ClassDef, env: _Environment
     ) -> _Environment:
         for part in node.decorators:
             self._read(part, env)
         if isinstance(node, cst.FunctionDef):
-            self._called[node.name.value].append(node.params.params)
+            self._signatures[node.name.value].append(node.params.params)
             self._read(node.params, env)
             self._bodies.append((node, self._class))
         else:
@@ -193,7 +194,7 @@ class Flow:
             self._statement(node.body, {})
             self._class = outer
             if init := methods_of(node).get("__init__"):
-                self._called[node.name.value].append(init.params.params[1:])
+                self._signatures[node.name.value].append(init.params.params[1:])
         self._bind(node.name, None, env)
         return env
 
@@ -303,7 +304,7 @@ class Flow:
 
     # Functions.
 
-    def _parameters(self, node: cst.FunctionDef | cst.Lambda) -> None:
+    def _function_body(self, node: cst.FunctionDef | cst.Lambda) -> None:
         env: _Environment = {}
         for param in node.params.children:
             if isinstance(param, cst.Param):
@@ -317,7 +318,7 @@ class Flow:
         """Add the arguments at each call site to the definitions of the parameters."""
         for call in dict.fromkeys(self._calls):
             name = call.func.value if isinstance(call.func, cst.Name) else ""
-            for parameters in self._called.get(name, ()):
+            for parameters in self._signatures.get(name, ()):
                 for param, value in _arguments(parameters, call):
                     if definition := self._by_node.get(param):
                         definition.values.append(value)

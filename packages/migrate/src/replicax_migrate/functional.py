@@ -23,11 +23,7 @@ from replicax_migrate.tree import (
 )
 from replicax_migrate.values import direct_values, elements, returned_values
 
-__all__ = [
-    "is_symbolic",
-    "layers_of",
-    "report_functional",
-]
+__all__ = ["layers_of", "report_functional"]
 
 
 def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
@@ -44,17 +40,19 @@ def report_functional(script: Script) -> None:
     for node in script.calls:
         if script.called_path(node):
             continue
-        names = script.edits.arg_keywords
-        positional = (a.value for a in node.args if names.get(a) == "training")
+        keywords = script.edits.arg_keywords
+        positional = (a.value for a in node.args if keywords.get(a) == "training")
         training = kwarg_value(node, "training") or next(positional, None)
         inputs = arg_value(node, 0, "inputs")
         if training is None or is_name(training, "None") or inputs is None:
             continue
-        if is_symbolic(script, inputs) and not _is_frozen(script, node, training):
+        if _is_symbolic(script, inputs) and not _is_without_effect(
+            script, node, training
+        ):
             script.leave(node, MESSAGES["overruled"])
 
 
-def is_symbolic(script: Script, node: Expression) -> bool:
+def _is_symbolic(script: Script, node: Expression) -> bool:
     """Whether an expression depends on a `keras.Input` or a model's output."""
     sources = reachable([node], lambda source: _computed_from(script, source))
     return any(_is_symbolic_source(script, source) for source in sources)
@@ -76,10 +74,10 @@ def _computed_from(script: Script, node: Expression) -> Iterable[Expression]:
     return list(returned_values(script, node)) or [arg.value for arg in node.args]
 
 
-def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
-    """Whether `training=False` has no effect: for a frozen model without dropout.
+def _is_without_effect(script: Script, node: cst.Call, value: Expression) -> bool:
+    """Whether `training=False` changes nothing, as for a frozen model without dropout.
 
-    Frozen batch normalization uses its moving statistics.
+    Frozen batch normalization always uses its moving statistics.
     """
     model = script.flow.value(node.func)
     path, _, name = script.called_path(model).rpartition(".")

@@ -5,8 +5,8 @@
 the loss, such as by `tf.reduce_mean`: the `fit` of replicax averages gradients, and the
 average of the scaled gradients is TensorFlow's sum. The logged value stays.
 
-Results of `compute_loss`, losses of Keras and `compute_average_loss` stay: TensorFlow
-divides these losses by the number of replicas, and replicax scales them for `fit`.
+The results of `compute_loss`, of Keras' losses and of `tf.nn.compute_average_loss`
+stay: TensorFlow divides them by the number of replicas; replicax scales them for `fit`.
 """
 
 from collections.abc import Iterator
@@ -240,7 +240,7 @@ def _terms_of_call(script: Script, node: cst.Call) -> _Terms:
         return _terms_of_all(script, *results)
     if kind_of(script, node.func) in {"layer", "model"}:
         return _OWN
-    functions = _passed_values(script, node.func) or [node.func]
+    functions = _values_of_callers(script, node.func) or [node.func]
     return _NONE.union(*(_terms_of_result(script, function) for function in functions))
 
 
@@ -252,7 +252,9 @@ def _terms_of_result(script: Script, function: Expression) -> _Terms:
         return _terms_of_all(script, *results)
     if script.names.tf_path(function):
         return _OWN
-    terms = [_terms_of_loss(script, loss) for loss in creations(script, function)]
+    terms = [
+        _terms_of_loss_object(script, loss) for loss in creations(script, function)
+    ]
     return _NONE.union(*terms) or _UNKNOWN
 
 
@@ -260,11 +262,11 @@ def _returned_by(script: Script, name: str) -> list[Expression]:
     return [r for f in script.functions(name) for r in values_returned_by(script, f)]
 
 
-def _passed_values(script: Script, node: Expression) -> list[Expression]:
-    """The arguments that callers pass for the parameter that an expression holds.
+def _values_of_callers(script: Script, node: Expression) -> list[Expression]:
+    """The arguments that callers pass for a parameter, also through a variable.
 
-    For `self.loss_fn = loss_fn` in `def compile(self, loss_fn)`, these are the
-    arguments of `model.compile(...)`.
+    After `self.loss_fn = loss_fn` in `def compile(self, loss_fn)`, the values of
+    `self.loss_fn` are the arguments of `model.compile(...)`.
     """
     values = [v for d in definitions(script, node) for v in d.values]
     arguments: list[Expression] = []
@@ -286,19 +288,17 @@ def _passed_values(script: Script, node: Expression) -> list[Expression]:
     return arguments
 
 
-def _terms_of_loss(script: Script, loss: Creation) -> _Terms:
-    target = (
-        find_target(script.called_path(loss)) if isinstance(loss, cst.Call) else None
-    )
-    if not isinstance(loss, cst.Call) or not (target or "").startswith("keras.losses."):
+def _terms_of_loss_object(script: Script, loss: Creation) -> _Terms:
+    """The terms of the result of a loss object, such as `MeanSquaredError()`."""
+    if not isinstance(loss, cst.Call):
+        return _UNKNOWN
+    if not (find_target(script.called_path(loss)) or "").startswith("keras.losses."):
         return _UNKNOWN
     return _OWN if _is_unreduced(script, loss) else _SCALED
 
 
-def _is_unreduced(script: Script, loss: Expression) -> bool:
+def _is_unreduced(script: Script, loss: cst.Call) -> bool:
     """Whether a call makes a loss function that returns one value per example."""
-    if not isinstance(loss, cst.Call):
-        return False
     reduction = kwarg_value(loss, "reduction")
     for owner in script.classes(last_name(loss.func)) if reduction is None else ():
         init = methods_of(owner).get("__init__")

@@ -214,7 +214,7 @@ class _Imports(cst.CSTTransformer):
         return [small]
 
     def _stays(self, local: str) -> bool:
-        """Whether an import stays: the port uses it, or the original never did."""
+        """Whether an import stays: the port uses it, or the original never used it."""
         return local in self._used or local not in self._was_used
 
     def _leave(self, small: cst.CSTNode, reason: str) -> None:

@@ -105,7 +105,7 @@ def constructors(script: Script, node: Expression) -> frozenset[Constructor]:
 
 def _constructors_of(script: Script, creation: Creation) -> frozenset[Constructor]:
     is_call = isinstance(creation, cst.Call)
-    return _call_constructors(script, creation) if is_call else frozenset([creation])
+    return _constructors_of_call(script, creation) if is_call else frozenset([creation])
 
 
 def methods_named(
@@ -122,7 +122,7 @@ def creations(script: Script, node: Expression) -> frozenset[Creation]:
     """The calls that may create an object; constructors where no call is known."""
     match node:
         case cst.Call():
-            if _call_constructors(script, node):
+            if _constructors_of_call(script, node):
                 return frozenset([node])
             return _creations_of_all(script, *returned_values(script, node))
         case cst.IfExp():
@@ -208,7 +208,7 @@ def _creations_of_item(
 def _creations_of_element(
     script: Script, node: Expression, is_value: bool
 ) -> frozenset[Creation]:
-    """The creations of a container's elements; if `is_value`, of a dict's values."""
+    """The creations of a container's elements; with `is_value`, of a dict's values."""
     match node:
         case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Slice()), *_]):
             return _creations_of_element(script, node.value, is_value)
@@ -225,7 +225,7 @@ def _creations_of_element(
     return _creations_of_all(script, *elements(script, node))
 
 
-def _call_constructors(script: Script, node: cst.Call) -> frozenset[Constructor]:
+def _constructors_of_call(script: Script, node: cst.Call) -> frozenset[Constructor]:
     """The constructors that a call runs; empty for other functions of the script."""
     path = script.names.tf_path(script.flow.resolve(node.func))
     if path is not None:

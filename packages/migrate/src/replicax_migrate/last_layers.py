@@ -33,7 +33,7 @@ from replicax_migrate.values import (
 )
 
 __all__ = [
-    "FinalCalls",
+    "LastCalls",
     "is_model",
     "keras_name",
     "plan_without_activation",
@@ -55,8 +55,8 @@ _MODULES = ("", "nn", "math", "keras.activations", "keras.backend")
 """Modules with functions `softmax` and `sigmoid`."""
 
 
-class FinalCalls:
-    """The calls of layers or activation functions that compute a model's outputs.
+class LastCalls:
+    """The last calls of a model: layers or functions that return its outputs.
 
     Args:
         script: The script.
@@ -64,7 +64,7 @@ class FinalCalls:
 
     Attributes:
         model: The call that makes the model.
-        calls: The last calls; empty if the script does not show all of them.
+        calls: The last calls; empty if one of them is unknown.
         classes: The classes of the script that the search visited.
         seen: The expressions that the search visited.
     """
@@ -95,12 +95,8 @@ class FinalCalls:
                 self._follow(only, is_layer=False)
             case cst.Name() | cst.Attribute():
                 reaching = definitions(self._script, node)
-                values = [
-                    value for definition in reaching for value in definition.values
-                ]
-                is_unpacked = any(
-                    definition.index is not None for definition in reaching
-                )
+                values = [v for definition in reaching for v in definition.values]
+                is_unpacked = any(d.index is not None for d in reaching)
                 if is_unpacked or is_parameter(self._script, node):
                     raise Unported("unknown outputs")
                 self._follow_all(values, is_layer)
@@ -157,7 +153,7 @@ def is_model(script: Script, node: cst.Call) -> bool:
 
 
 def keras_name(script: Script, node: cst.CSTNode, module: str) -> str:
-    """The last part of a name in a module of Keras, such as `"losses"`; else `""`."""
+    """The last part of `keras.<module>.<name>`; `""` for names of other modules."""
     path = script.names.tf_path(node) or ""
     if isinstance(node, cst.Name) and not path:
         path = script.names.alias(node) or ""
@@ -172,13 +168,13 @@ def units_of(script: Script, layer: cst.Call) -> str:
     return value.value if isinstance(value, cst.Integer) else ""
 
 
-def refuse_other_uses(script: Script, models: Iterable[FinalCalls]) -> None:
+def refuse_other_uses(script: Script, models: Iterable[LastCalls]) -> None:
     """Raise `Unported` if other code uses an expression that the searches visited."""
     models = list(models)
-    seen = {node for final in models for node in final.seen}
-    inner = seen - {final.model for final in models}
+    seen = {node for last in models for node in last.seen}
+    inner = seen - {last.model for last in models}
     uses = {use for node in inner for use in script.uses_of(node)}
-    owners = {owner for final in models for owner in final.classes}
+    owners = {owner for last in models for owner in last.classes}
     owners |= {
         f for node in inner if (f := _function_returning(script, node)) is not None
     }

@@ -15,7 +15,7 @@ import libcst as cst
 
 from replicax_migrate.edits import Edits
 from replicax_migrate.last_layers import (
-    FinalCalls,
+    LastCalls,
     is_model,
     keras_name,
     plan_without_activation,
@@ -58,18 +58,20 @@ def plan_logits(script: Script) -> Edits:
     losses = dict(_losses(script))
     for kind in ("softmax", "sigmoid"):
         is_binary = kind == "sigmoid"
-        same = {k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary}
-        logits = {k: v for k, v in same.items() if _is_of_logits(script, k)}
-        plain = {k: v for k, v in same.items() if k not in logits}
-        if not same:
+        of_kind = {
+            k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary
+        }
+        of_logits = {k: v for k, v in of_kind.items() if _is_of_logits(script, k)}
+        of_probabilities = {k: v for k, v in of_kind.items() if k not in of_logits}
+        if not of_kind:
             continue
-        port = _LossPort(script, kind, plain or logits)
+        port = _LossPort(script, kind, of_probabilities or of_logits)
         try:
             edits |= port.edits()
         except Unported:
-            for loss in plain:
+            for loss in of_probabilities:
                 script.note(loss, MESSAGES["probabilities"])
-            for loss in filter(port.may_get_outputs, logits):
+            for loss in filter(port.may_get_outputs, of_logits):
                 script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
     for value in filter(None, map(_compiled_loss, script.calls)):
         for loss in elements(script, script.flow.resolve(value)):
@@ -107,20 +109,22 @@ def _compiled_loss(node: cst.Call) -> Expression | None:
 
 
 class _LossPort:
-    """Plans the port of all models that end with `kind`, and of their losses."""
+    """Plans the port of the models that end with `kind`, and of their losses.
+
+    Models inside of other models, and models that only predict, keep their activation.
+    """
 
     def __init__(self, script: Script, kind: str, losses: _LossNames) -> None:
         self._script = script
         self.kind = kind
         self._losses = losses
         models = (call for call in script.calls if is_model(script, call))
-        finals = [FinalCalls(script, call) for call in models]
-        finals = [final for final in finals if final.activations() == {kind}]
-        self._inner = {node for final in finals for node in final.seen - {final.model}}
-        outer = [final for final in finals if final.model not in self._inner]
-        predicting = {final.model for final in outer if self._predicts_only(final)}
-        self._inner |= predicting
-        self.models = {e.model: e for e in outer if e.model not in predicting}
+        ends = [LastCalls(script, call) for call in models]
+        ends = [end for end in ends if end.activations() == {kind}]
+        self._kept = {node for end in ends for node in end.seen - {end.model}}
+        outer = [end for end in ends if end.model not in self._kept]
+        self._kept |= {end.model for end in outer if self._predicts_only(end)}
+        self.models = {end.model: end for end in outer if end.model not in self._kept}
 
     def edits(self) -> Edits:
         """The edits of models, metrics, losses and predictions, or raise `Unported`."""
@@ -140,6 +144,7 @@ class _LossPort:
                 wrapped.append(call)
             elif method in {"save", "export"} and call is not None:
                 saved.append(call)
+            # The last calls include those of layers that `add` appends.
             elif method in NAMES["unclear_attributes"] and method != "add":
                 raise Unported(method)
             elif (called := self._script.call_of(use)) is not None:
@@ -168,7 +173,7 @@ class _LossPort:
 
     def _uses(self) -> Iterator[Expression]:
         for node in self._script.nodes(cst.Name, cst.Attribute):
-            models = _final_values(self._script, node)
+            models = _resolved_values(self._script, node)
             if models & self.models.keys():
                 if models - self.models.keys():
                     raise Unported("one of several models")
@@ -176,13 +181,13 @@ class _LossPort:
             elif is_name(node, "self") and self._is_called_self(node):
                 yield node
 
-    def _predicts_only(self, final: FinalCalls) -> bool:
+    def _predicts_only(self, end: LastCalls) -> bool:
         """Whether the script uses a model only for predictions.
 
         An example is a `Sequential` of a trained model and a softmax.
         """
         script = self._script
-        uses = [] if final.classes else script.uses_of(final.model)
+        uses = [] if end.classes else script.uses_of(end.model)
         calls = [script.call_of(use) for use in uses]
         return bool(uses) and all(
             method_name(script.method_call(use)) in NAMES["predicting_methods"]
@@ -201,18 +206,21 @@ class _LossPort:
         is_called = self._script.call_of(node) is not None
         return is_called and self._script.class_around(node) in owners
 
-    def _ends(self) -> dict[cst.Call, None]:
+    def _last_calls(self) -> dict[cst.Call, None]:
         return {last: None for model in self.models.values() for last in model.calls}
 
     def _metrics(self, call: cst.Call) -> Iterator[tuple[cst.CSTNode, Expression]]:
         """Pairs of a metric in a call of `compile` and its replacement."""
-        metrics = arg_value(call, 3, "metrics") or arg_value(call, 9, "metrics")
-        if metrics is not None and not isinstance(metrics, cst.List):
-            raise Unported("metrics are not a list")
-        units = {units_of(self._script, last) for last in self._ends()}
+        metrics: list[Expression] = []
+        for position, name in ((2, "metrics"), (4, "weighted_metrics")):
+            value = arg_value(call, position, name)
+            if value is not None and not isinstance(value, cst.List):
+                raise Unported("metrics are not a list")
+            metrics += elements_of(value)
+        units = {units_of(self._script, last) for last in self._last_calls()}
         is_binary = any("binary" in name.lower() for name in self._losses.values())
         has_one_unit = units == {"1"} or (is_binary and units == {""})
-        for node in elements_of(metrics):
+        for node in metrics:
             is_accuracy = string_of(node) in {"accuracy", "acc"}
             if self._ranks(node) and not (is_accuracy and has_one_unit):
                 continue
@@ -228,10 +236,7 @@ class _LossPort:
         assign = script.parent(call)
         targets = assign.targets if isinstance(assign, cst.Assign) else ()
         definitions = [script.flow.definition_of(target.target) for target in targets]
-        uses = [
-            use for d in definitions if d is not None for use in script.flow.uses(d)
-        ]
-        uses = uses or [call]
+        uses = [use for d in definitions if d for use in script.flow.uses(d)] or [call]
         in_losses = [self._accepts_logits(use) for use in uses]
         if all(in_losses):
             return []
@@ -253,7 +258,7 @@ class _LossPort:
             return False
         is_method = method_name(call) in {"update_state", "call"}
         func = object_of(call) if is_method else call.func
-        values = _final_values(self._script, func) or {func}
+        values = _resolved_values(self._script, func) or {func}
         return call in self._losses or all(
             value in self._losses or self._ranks(value) for value in values
         )
@@ -281,7 +286,7 @@ class _LossPort:
     def _refuse_other_losses(self, compiled: set[cst.CSTNode]) -> None:
         script = self._script
         models = {call for call in script.calls if is_model(script, call)}
-        others = models - self.models.keys() - self._inner
+        others = models - self.models.keys() - self._kept
         for loss in self._losses:
             calls = (p for p in script.parents(loss) if isinstance(p, cst.Call))
             compiles = {call for call in calls if _compiled_loss(call) is not None}
@@ -316,7 +321,7 @@ class _LossPort:
         places = [
             loss,
             *self._script.functions(name),
-            *_final_values(self._script, loss),
+            *_resolved_values(self._script, loss),
         ]
         return any(node in self._losses for place in places for node in walk(place))
 
@@ -335,7 +340,7 @@ class _LossPort:
             edits.wrappers[call] = f"keras.ops.{self.kind}({{x}})"
         for call in saved:
             script.note(call, f"the saved model returns logits, without {self.kind}")
-        for last in self._ends():
+        for last in self._last_calls():
             plan_without_activation(script, edits, last)
             script.note(last, MESSAGES["activation_gone"].format(kind=self.kind))
         return edits
@@ -352,8 +357,8 @@ def _plan_loss(script: Script, edits: Edits, loss: Expression, name: str) -> Non
         edits.appended_args[loss] = extra
 
 
-def _final_values(script: Script, node: Expression) -> set[Expression]:
-    """The possible values of an expression, such as calls; variables are resolved."""
+def _resolved_values(script: Script, node: Expression) -> set[Expression]:
+    """The possible values of an expression, except variables and calls of functions."""
     # A `return` without a value returns a new node None, which has no parent.
     values = (value for value in possible_values(script, node) if script.parent(value))
     return {e for e in values if e is not node and not direct_values(script, e)}

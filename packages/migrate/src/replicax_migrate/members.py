@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import libcst as cst
 
-from replicax_migrate.kinds import is_class_of, is_kind
-from replicax_migrate.layer_names import is_searched_name
+from replicax_migrate.kinds import is_class_of, is_kind, kind_of
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import MESSAGES, NAMES, OVERRIDDEN
 from replicax_migrate.tree import attr_of, is_name, method_name, methods_of
+from replicax_migrate.values import loop_container
 
 __all__ = ["ported_attribute", "ported_parameter", "report_overridden"]
 
@@ -40,9 +40,24 @@ def _of_extended(
 
 
 def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
-    """Port `"bn" in v.name` to `"bn" in v.path`, which contains the names of layers."""
-    is_searched = is_searched_name(script, node)
+    """Port `"bn" in v.name` of a variable to `"bn" in v.path`.
+
+    In Keras 3 only `v.path` contains the names of layers.
+    """
+    parent = script.parent(node)
+    is_container = isinstance(parent, cst.ComparisonTarget) and isinstance(
+        parent.operator, cst.In | cst.NotIn
+    )
+    is_searched = is_container and _is_weight(script, node.value)
     return updated.with_changes(attr=cst.Name("path")) if is_searched else updated
+
+
+def _is_weight(script: Script, node: Expression) -> bool:
+    """Whether an expression is a variable, or a loop's element of `..._vars`."""
+    kind, container = kind_of(script, node), loop_container(script, node)
+    name = script.code(container[0]).lower() if container is not None else ""
+    is_named = name.endswith(("vars", "variables", "weights"))
+    return kind == "variable" or (kind is None and is_named)
 
 
 def _of_rate(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
@@ -92,26 +107,26 @@ _RULES: dict[str, Callable[[Script, cst.Attribute, cst.Attribute], Expression]] 
 """Rules by the name of the attribute."""
 
 
-def report_overridden(script: Script, node: cst.ClassDef) -> None:
-    """Report methods of a class of the script that Keras 3 does not call."""
-    for kind, remedies in OVERRIDDEN.items():
-        if is_class_of(script, node, (kind,)):
-            for name, method in methods_of(node).items():
-                if name in remedies:
+def report_overridden(script: Script) -> None:
+    """Report methods of the script's classes that Keras 3 does not call."""
+    for node in script.nodes(cst.ClassDef):
+        for kind, remedies in OVERRIDDEN.items():
+            if is_class_of(script, node, (kind,)):
+                for name in methods_of(node).keys() & remedies.keys():
                     reason = MESSAGES["not_called"].format(name, remedies[name])
-                    script.leave(method.name, reason)
+                    script.leave(methods_of(node)[name].name, reason)
 
 
 def ported_parameter(script: Script, node: cst.Param, updated: cst.Param) -> cst.Param:
     """Add the default None to `training` and `mask`: Keras 3 passes the values."""
     function = script.function_of(node)
     params = function.params.params if function is not None else ()
-    later = params[params.index(node) :] if node in params else ()
-    are_optional = all(is_name(p.name, "training", "mask") or p.default for p in later)
+    rest = params[params.index(node) :] if node in params else ()
+    are_optional = all(is_name(p.name, "training", "mask") or p.default for p in rest)
     if function is None or function.name.value != "call" or node.default:
         return updated
     is_method = is_class_of(script, script.class_around(function), ("layer", "model"))
-    if not (later and are_optional and is_method):
+    if not (rest and are_optional and is_method):
         return updated
     blank = cst.SimpleWhitespace(" " * (node.annotation is not None))
     equal = cst.AssignEqual(blank, blank)

@@ -20,9 +20,9 @@ from replicax_migrate.rules import (
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import (
     MESSAGES,
+    METHOD_TEMPLATES,
     NAMES,
     RENAMED_METHODS,
-    WRITTEN_METHODS,
 )
 from replicax_migrate.tracing import (
     calls_estimator_spec,
@@ -107,12 +107,12 @@ def plan_resets(script: Script) -> Edits:
     owners = {class_of_method(script, f) for f in script.functions("reset_state")}
     for function in script.functions("reset_states"):
         owner = class_of_method(script, function)
-        if owner not in owners and _is_of_keras(script, owner):
+        if owner not in owners and _has_reset_states(script, owner):
             edits.replacements[function.name] = lambda _: cst.Name("reset_state")
     return edits
 
 
-def _is_of_keras(script: Script, owner: cst.ClassDef | None) -> bool:
+def _has_reset_states(script: Script, owner: cst.ClassDef | None) -> bool:
     """Whether a class derives from a class of Keras with `reset_states`."""
     paths = [script.names.tf_path(base) for base in external_bases(script, owner)]
     return any(path and path.startswith(NAMES["with_resets"]) for path in paths)
@@ -196,7 +196,7 @@ def _reset(site: CallSite) -> Expression:
     """Port `reset_states` of Keras' objects, unless other classes define the method."""
     script = site.script
     owners = [class_of_method(script, f) for f in script.functions("reset_states")]
-    if not all(_is_of_keras(script, owner) for owner in owners):
+    if not all(_has_reset_states(script, owner) for owner in owners):
         return site.updated
     return site.as_method("reset_state")
 
@@ -204,7 +204,7 @@ def _reset(site: CallSite) -> Expression:
 _METHODS: dict[str, Rule] = {
     **{
         name: by_template(text, *names)
-        for name, (names, text) in WRITTEN_METHODS.items()
+        for name, (names, text) in METHOD_TEMPLATES.items()
     },
     **dict.fromkeys(("restore", "write", "read"), by_keywords("checkpoint")),
     **dict.fromkeys(("fit", "evaluate", "predict"), port_fit),

@@ -82,13 +82,14 @@ class Names:
     """Resolves names of one module by its scopes, imports and aliases.
 
     Attributes:
-        is_assumed: Whether the script uses `tf` without binding `tf`.
-        ambiguous: Maps keys of variables with several values to one of their paths.
+        assumes_tensorflow: Whether the script uses `tf` without binding `tf`.
+        ambiguous: Maps the keys of variables that hold a path in some places, and other
+            values elsewhere, to one of their paths.
     """
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
         self._scopes = wrapper.resolve(ScopeProvider)
-        self.is_assumed = False
+        self.assumes_tensorflow = False
         self._stars = [  # Modules of `from x import *`, in the order of the text.
             f"{'.' * len(node.relative)}{module_of(node)}"
             for node in find(wrapper.module, cst.ImportFrom)
@@ -118,7 +119,7 @@ class Names:
             return alias + rest
         if all(assignment.scope is self._globals for assignment in bound):
             if name == "tf" and not bound:
-                self.is_assumed = True
+                self.assumes_tensorflow = True
                 return path_in_tensorflow("tensorflow" + rest)
             if self._stars and not bound:
                 path = self.starred(name)
@@ -163,7 +164,7 @@ class Names:
         return (0, name.value)
 
     def is_bound(self, name: str, path: str | None = None) -> bool:
-        """Whether a scope binds `name`; if `path` is set, to another value."""
+        """Whether a scope binds `name`; with `path`, only to something else than it."""
         names = (self._module_name(s, name) for s in self._all_scopes if name in s)
         return any(path is None or path_in_tensorflow(n or "") != path for n in names)
 

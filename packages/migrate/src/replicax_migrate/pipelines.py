@@ -1,16 +1,15 @@
 """Ports `tf.data` pipelines to Grain.
 
 `tf.data.Dataset.from_tensor_slices(x).batch(8).prefetch(1)` becomes
-`rx.input.numpy_dataset(x).batch(8)`. A pipeline is a group of datasets with common
-sources or operators. The pass ports a pipeline if all sources, operators and host
-functions have a counterpart; otherwise the whole pipeline stays.
+`rx.input.numpy_dataset(x).batch(8)`. The pass ports a pipeline if all its sources,
+operators and host functions have a counterpart; otherwise the whole pipeline stays.
 """
 
 from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from replicax_migrate.datasets import PipelineGroup, find_groups
+from replicax_migrate.datasets import Pipeline, find_pipelines
 from replicax_migrate.edits import Edits
 from replicax_migrate.host import (
     example_function,
@@ -33,7 +32,7 @@ from replicax_migrate.sources import (
     is_in_order,
     is_looped,
 )
-from replicax_migrate.tables import MESSAGES, NAMES, NEED_TENSORFLOW, NO_STREAM
+from replicax_migrate.tables import MESSAGES, MISSING_IN_STREAMS, NAMES, NEED_TENSORFLOW
 from replicax_migrate.tfds import plan_loads, unknown_loads
 from replicax_migrate.tree import (
     arg_value,
@@ -60,56 +59,54 @@ def plan_pipelines(script: Script) -> Edits:
                 edits.unchanged.update(
                     {*script.functions(dotted_name(arg.value) or "")}
                 )
-    groups = find_groups(script)
-    operators = [call for group in groups for call in group.operators]
+    pipelines = find_pipelines(script)
+    operators = (call for pipeline in pipelines for call in pipeline.operators)
     maps = {call for call in operators if method_name(call) == "map"}
-    for group in groups:
-        problem = next(_problems(script, group, maps), None)
+    for pipeline in pipelines:
+        problem = next(_problems(script, pipeline, maps), None)
         if problem is None:
-            _plan(script, edits, group)
+            _plan(script, edits, pipeline)
         else:
-            _keep(script, edits, group, *problem)
+            _keep(script, edits, pipeline, *problem)
     return edits
 
 
 def _problems(
-    script: Script, group: PipelineGroup, maps: set[cst.Call]
+    script: Script, pipeline: Pipeline, maps: set[cst.Call]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
     """The nodes of a pipeline that have no counterpart, each with the reason."""
-    yield from unknown_loads(script, group.foreign)
-    for node, path in group.sources:
+    yield from unknown_loads(script, pipeline.tfds_loads)
+    for node, path in pipeline.sources:
         if path not in SOURCE_RULES:
             yield node, f"tf.{path} has no counterpart in Grain"
-    calls = sorted(group.operators, key=script.line)
-    if group.is_stream:
-        yield from _problems_of_stream(script, group, calls)
+    calls = sorted(pipeline.operators, key=script.line)
+    if pipeline.is_stream:
+        yield from _problems_of_stream(script, pipeline, calls)
     for call in calls:
-        yield from (
-            (call, why) for why in _problems_of_operator(script, group, call, maps)
-        )
+        yield from ((call, why) for why in _problems_of_operator(script, call, maps))
 
 
 def _problems_of_stream(
-    script: Script, group: PipelineGroup, calls: Sequence[cst.Call]
+    script: Script, pipeline: Pipeline, calls: Sequence[cst.Call]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
     """The nodes of a stream of batches that have no counterpart, with the reasons."""
     for call in calls:
         if method_name(call) == "cache" and draws_before(script, call):
-            yield call, MESSAGES["drawn_anew"]
-    for node, path in group.sources:
+            yield call, MESSAGES["cached_random_map"]
+    for node, path in pipeline.sources:
         if path == "data.Dataset.zip":
             yield node, "Grain cannot zip a stream of batches with other datasets"
-    in_order = [node for node, _ in group.sources if is_in_order(script, node)]
+    in_order = [node for node, _ in pipeline.sources if is_in_order(script, node)]
     for call in calls:
         name = method_name(call)
-        if why := NO_STREAM.get(name):
+        if why := MISSING_IN_STREAMS.get(name):
             yield call, f"Grain's stream of batches has no `{name}`: {why}"
         if name == "shuffle" and in_order:
             yield in_order[0], MESSAGES["stream_in_order"]
 
 
 def _problems_of_operator(
-    script: Script, group: PipelineGroup, call: cst.Call, maps: set[cst.Call]
+    script: Script, call: cst.Call, maps: set[cst.Call]
 ) -> Iterator[str]:
     name = method_name(call)
     is_supported = name != "enumerate" or is_looped(script, call)
@@ -140,39 +137,40 @@ def _problems_of_map(
         yield why
 
 
-def _plan(script: Script, edits: Edits, group: PipelineGroup) -> None:
-    for node in group.unknown:
+def _plan(script: Script, edits: Edits, pipeline: Pipeline) -> None:
+    for node in pipeline.unknown:
         text = script.code(node)
         script.note(node, f"`{text}` has an unknown origin: assumed to be Grain's")
-    plan_loads(script, edits, group.foreign)
-    for node, path in group.sources:
+    plan_loads(script, edits, pipeline.tfds_loads)
+    for node, path in pipeline.sources:
         if (source_rule := SOURCE_RULES.get(path)) is not None:
             edits.unchanged.add(node.func)
             edits.replacements[node] = bound_rule(script, node, source_rule)
-    rules = {**METHOD_RULES, **STREAM_RULES} if group.is_stream else METHOD_RULES
-    for call in group.operators:
+    rules = {**METHOD_RULES, **STREAM_RULES} if pipeline.is_stream else METHOD_RULES
+    for call in pipeline.operators:
         _keep_dropped_arguments(script, edits, call)
         if method_name(call) == "map":
             _plan_map(script, edits, call)
         rule = rules[method_name(call)]
         edits.replacements[call] = bound_rule(script, call, rule)
-    _plan_epochs(script, edits, group)
+    _plan_epochs(script, edits, pipeline)
 
 
-def _plan_epochs(script: Script, edits: Edits, group: PipelineGroup) -> None:
+def _plan_epochs(script: Script, edits: Edits, pipeline: Pipeline) -> None:
     """Plan `next_epoch` for loops that may iterate over a shuffled dataset again.
 
     Strategies and `fit` need no `next_epoch`: they reshuffle in each epoch.
     """
-    datasets = {*group.operators, *(node for node, _ in group.sources)}
+    datasets = {*pipeline.operators, *(node for node, _ in pipeline.sources)}
     flag = "reshuffle_each_iteration"
     flags = [
-        arg_value(c, 2, flag) for c in group.operators if method_name(c) == "shuffle"
+        arg_value(c, 2, flag) for c in pipeline.operators if method_name(c) == "shuffle"
     ]
-    if not group.is_stream and all(is_name(value, "False") for value in flags):
+    if not pipeline.is_stream and all(is_name(value, "False") for value in flags):
         return
     for loop in script.nodes(cst.For, cst.CompFor):
         iterable = loop.iter
+        # The dataset in `enumerate(zip(dataset, x))`.
         while (
             isinstance(iterable, cst.Call)
             and iterable.args
@@ -203,18 +201,18 @@ def _plan_map(script: Script, edits: Edits, call: cst.Call) -> None:
 
 
 def _keep(
-    script: Script, edits: Edits, group: PipelineGroup, where: cst.CSTNode, why: str
+    script: Script, edits: Edits, pipeline: Pipeline, where: cst.CSTNode, why: str
 ) -> None:
     """Keep a pipeline and its host functions, and report the node `where`."""
     script.leave(where, f"{PIPELINE_STAYS}: {why}")
-    calls = [*group.operators, *(node for node, _ in group.sources)]
+    calls = [*pipeline.operators, *(node for node, _ in pipeline.sources)]
     for call in calls:
         edits.unchanged.add(call)
         if method_name(call) == "map" and call.args:
             for function in host_functions_of(script, call.args[0].value):
                 if function not in script.edits.traced_functions:
                     edits.unchanged.add(function)
-    edits.unchanged.update({*group.foreign})
+    edits.unchanged.update({*pipeline.tfds_loads})
 
 
 def _keep_dropped_arguments(script: Script, edits: Edits, call: cst.Call) -> None:

@@ -1,6 +1,5 @@
 """`port` maps the text of a script to the ported text and a report."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import libcst as cst
@@ -11,11 +10,12 @@ from replicax_migrate import (
     functional,
     gradient_sums,
     host,
+    identifiers,
     imports,
     keras_calls,
     layer_calls,
-    layer_names,
     logits,
+    members,
     methods,
     pipelines,
     scopes,
@@ -74,9 +74,8 @@ def port(source: bytes) -> Ported:
     if not imports.uses_tensorflow(module):
         return Ported(source=source, left=tuple(marked), notes=())
     script = Script(module)
-    changed = _ported_module(script)
-    findings = script.findings
-    return _result(findings, changed.code.encode(module.encoding), marked)
+    ported = _ported_module(script).code.encode(module.encoding)
+    return _result(script.findings, ported, marked)
 
 
 def _ported_module(script: Script) -> cst.Module:
@@ -86,15 +85,11 @@ def _ported_module(script: Script) -> cst.Module:
         report(script)
     changed = script.module.visit(Rewriter(script))
     changed = imports.ported_imports(script, changed)
-    if script.names.is_assumed:
+    if script.names.assumes_tensorflow:
         line = min((script.line(s) for s in script.module.body), default=1)
         reason = "no import binds `tf`: the port assumes TensorFlow"
         script.findings.add(Finding(line, "tf", reason, is_left=False))
     return changed
-
-
-def _left_findings(findings: Iterable[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.is_left]
 
 
 _PASSES = (
@@ -112,8 +107,8 @@ _PASSES = (
     logits.plan_logits,
     files.plan_files,
     keras_calls.plan_arguments,
-    layer_names.plan_identifiers,
-    compile_calls.plan_metrics,
+    identifiers.plan_identifiers,
+    compile_calls.plan_labels,
     scopes.plan_scopes,
     methods.plan_resets,
     layer_calls.plan_layer_calls,
@@ -122,17 +117,18 @@ _PASSES = (
 
 _REPORTS = (
     imports.report_rebound,
+    members.report_overridden,
     training.report_trainable,
     functional.report_functional,
     layer_calls.report_layers,
 )
-"""Report code that trains to other numbers after the port without an error."""
+"""They report code that trains to other numbers after the port without an error."""
 
 
 def _result(findings: set[Finding], source: bytes, marked: list[Finding]) -> Ported:
     reasons = {finding.reason for finding in findings}
     findings = {*findings, *(f for f in marked if f.reason not in reasons)}
-    left = tuple(sorted(_left_findings(findings)))
+    left = tuple(sorted(f for f in findings if f.is_left))
     notes = tuple(sorted(f for f in findings if not f.is_left))
     return Ported(source=source, left=left, notes=notes)
 

@@ -155,17 +155,17 @@ def _is_in_condition(script: Script, node: cst.CSTNode) -> bool:
     )
 
 
-def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
-    """Change quotes in an f-string: Python 3.11 forbids the quotes of the f-string."""
+def _f_string(script: Script, node: cst.FormattedString, updated: Any) -> Any:
+    """Change the quotes of literals in an f-string.
+
+    Python 3.11 forbids the f-string's own quotes there.
+    """
     other = "'" if '"' in node.quote else '"'
 
     def requoted(literal: Any, _: Any) -> cst.SimpleString:
-        is_same = literal.quote == node.quote
-        return (
-            cst.SimpleString(f"{other}{literal.raw_value}{other}")
-            if is_same
-            else literal
-        )
+        if literal.quote != node.quote:
+            return literal
+        return cst.SimpleString(f"{other}{literal.raw_value}{other}")
 
     return matchers.replace(updated, matchers.SimpleString(), requoted)
 
@@ -174,7 +174,7 @@ def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
 
 
 def _visit_call(script: Script, node: cst.Call) -> Collection[cst.CSTNode] | None:
-    """The parts of a call to keep; None after reporting that it has no counterpart."""
+    """The parts of a call that stay; None for all, after a report why they stay."""
     path = script.names.tf_path(node.func)
     if path is None or node in script.edits.replacements:
         return ()
@@ -220,12 +220,6 @@ def _with_edited_args(
 
 
 # Statements.
-
-
-def _visit_class(script: Script, node: cst.ClassDef) -> Collection[cst.CSTNode]:
-    """Report methods of the class that Keras 3 does not call."""
-    members.report_overridden(script, node)
-    return ()
 
 
 def _decorator(script: Script, node: cst.Decorator, updated: cst.Decorator) -> Any:
@@ -285,29 +279,28 @@ def _blank_lines_above(statement: Any) -> list[cst.EmptyLine]:
     return list(itertools.takewhile(lambda line: line.comment is None, lines))
 
 
-def _skip_if(is_skipped: bool) -> Collection[cst.CSTNode] | None:
-    return None if is_skipped else ()
+def _keep_all_if(condition: bool) -> Collection[cst.CSTNode] | None:
+    return None if condition else ()
 
 
 _UNCHANGED: dict[type, Callable[[Script, Any], Collection[cst.CSTNode] | None]] = {
-    cst.Attribute: lambda s, node: _skip_if(s.names.tf_path(node) is not None),
+    cst.Attribute: lambda s, node: _keep_all_if(s.names.tf_path(node) is not None),
     cst.Call: _visit_call,
-    cst.ClassDef: _visit_class,
-    cst.Decorator: lambda s, node: _skip_if(is_tf_function(s, node)),
+    cst.Decorator: lambda s, node: _keep_all_if(is_tf_function(s, node)),
     cst.Import: lambda s, node: None,  # `imports` ports them later.
     cst.ImportFrom: lambda s, node: None,
-    cst.SimpleStatementLine: lambda s, node: _skip_if(
+    cst.SimpleStatementLine: lambda s, node: _keep_all_if(
         statements.removal_reason(s, node) is not None
     ),
-    cst.With: statements.items_without_effect,
+    cst.With: statements.needless_items,
 }
-"""Functions by type of node: each returns the children to keep; None keeps all."""
+"""Functions by type of node: each returns the children that stay; None for all."""
 _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.Attribute: _attribute,
     cst.Call: _call,
     cst.Decorator: _decorator,
     cst.For: statements.without_empty_block,
-    cst.FormattedString: _formatted,
+    cst.FormattedString: _f_string,
     cst.If: statements.without_empty_block,
     cst.IndentedBlock: _block,
     cst.Module: _block,

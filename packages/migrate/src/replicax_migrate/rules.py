@@ -14,8 +14,8 @@ import libcst as cst
 from replicax_migrate.kinds import kind_of
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import (
+    CALL_OPERATORS,
     DEVICE_OPERATORS,
-    GUARDED_OPERATORS,
     KEYWORDS,
     OLD_KEYWORDS,
     OLD_ORDERS,
@@ -43,7 +43,6 @@ from replicax_migrate.tree import (
 __all__ = [
     "CallSite",
     "Rule",
-    "as_array",
     "as_float",
     "bind_args",
     "bind_ported",
@@ -226,7 +225,7 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
         Unported: If the target has no parameter for an argument.
     """
     path = site.path
-    row = rows[path] if rows else GUARDED_OPERATORS.get(path) or DEVICE_OPERATORS[path]
+    row = rows[path] if rows else CALL_OPERATORS.get(path) or DEVICE_OPERATORS[path]
     old = OLD_ORDERS.get(path) if site.script.is_of_version_1(site.node) else None
     arguments = bind_ported(site, old or list(row.parameters))
     ported_args: list[cst.Arg] = []
@@ -256,7 +255,7 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
     )
 
 
-_PLACE = re.compile(r"{(\w+):?(\w*)}")
+_PLACEHOLDER = re.compile(r"{(\w+):?(\w*)}")
 
 
 def by_template(text: str, *parameters: str) -> Rule:
@@ -268,9 +267,9 @@ def by_template(text: str, *parameters: str) -> Rule:
         *parameters: TensorFlow's parameters, in their order.
     """
     forms: dict[str, str] = {}
-    for name, form in _PLACE.findall(text):
+    for name, form in _PLACEHOLDER.findall(text):
         forms[name] = forms.get(name) or form
-    template = _PLACE.sub(r"{\1}", text)
+    template = _PLACEHOLDER.sub(r"{\1}", text)
 
     def rule(site: CallSite) -> Expression:
         try:
@@ -339,7 +338,7 @@ def _numbers(site: CallSite, before: Expression, value: Expression) -> Expressio
     return numbers.deep_clone()
 
 
-def as_array(site: CallSite, before: Expression, value: Expression) -> Expression:
+def _array(site: CallSite, before: Expression, value: Expression) -> Expression:
     """Convert a value to an array unless it is the result of an operator."""
     path = site.script.called_path(site.script.flow.resolve(before))
     if path in DEVICE_OPERATORS and isinstance(value, cst.Name | cst.Call):
@@ -354,7 +353,7 @@ def as_float(site: CallSite, before: Expression, value: Expression) -> Expressio
 
 
 _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
-    "array": as_array,
+    "array": _array,
     "float": as_float,
     "lower": _lower,
     "numbers": _numbers,

@@ -35,7 +35,6 @@ __all__ = [
     "bound_rule",
     "calls_before",
     "draws_before",
-    "dropped_method",
     "is_endless",
     "is_in_order",
     "is_looped",
@@ -184,7 +183,7 @@ def draws_before(script: Script, cache: cst.Call) -> bool:
 # Methods.
 
 
-def dropped_method(why: str) -> Rule:
+def _dropped_method(why: str) -> Rule:
     """Make a rule that removes a method call, and notes the reason `why`."""
 
     def rule(site: CallSite) -> Expression:
@@ -255,7 +254,7 @@ def _cache(site: CallSite) -> Expression:
 def _as_numpy_iterator(site: CallSite) -> Expression:
     """Drop `as_numpy_iterator` in the head of a loop; elsewhere port it to `iter`."""
     script = site.script
-    examples = dropped_method("Grain's examples are NumPy arrays")(site)
+    examples = _dropped_method("Grain's examples are NumPy arrays")(site)
     call = script.call_of_arg(site.node)
     is_iterated = call and script.code(call.func) in NAMES["whole_iterations"]
     if is_looped(script, site.node) or is_iterated:
@@ -275,11 +274,11 @@ def _enumerate(site: CallSite) -> Expression:
 
 
 DROPPED_METHODS: dict[str, Rule] = {
-    "cache": dropped_method(
+    "cache": _dropped_method(
         "examples are arrays in memory, and `map` runs when the loop reads an example"
     ),
-    "prefetch": dropped_method("strategies read ahead"),
-    "with_options": dropped_method(
+    "prefetch": _dropped_method("strategies read ahead"),
+    "with_options": _dropped_method(
         "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
     ),
     "as_numpy_iterator": _as_numpy_iterator,
@@ -331,7 +330,7 @@ STREAM_RULES: dict[str, Rule] = {
         "grain.experimental.LimitIterDataset({self}, {count})", "count", "name"
     ),
     "repeat": _repeat_of_stream,
-    "shuffle": dropped_method(MESSAGES["stream_shuffled"]),
-    "cache": dropped_method("Grain reads the data again in each epoch"),
+    "shuffle": _dropped_method(MESSAGES["stream_shuffled"]),
+    "cache": _dropped_method("Grain reads the data again in each epoch"),
 }
 """Rules for methods of streams of batches, where `METHOD_RULES` does not apply."""

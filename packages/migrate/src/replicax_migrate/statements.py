@@ -32,8 +32,8 @@ __all__ = [
     "inlined_body",
     "is_set_shape",
     "is_version_of_tensorflow",
-    "items_without_effect",
     "lost_comments",
+    "needless_items",
     "plan_servers",
     "plan_settings",
     "remaining_comments",
@@ -92,12 +92,12 @@ def is_set_shape(script: Script, node: cst.CSTNode | None) -> bool:
     )
 
 
-def items_without_effect(script: Script, node: cst.With) -> list[cst.WithItem]:
+def needless_items(script: Script, node: cst.With) -> list[cst.WithItem]:
     """The items of a `with` that only graphs need, or that name the default device."""
-    return [item for item in node.items if _has_no_effect(script, item.item)]
+    return [item for item in node.items if _is_needless(script, item.item)]
 
 
-def _has_no_effect(script: Script, context: cst.BaseExpression) -> bool:
+def _is_needless(script: Script, context: cst.BaseExpression) -> bool:
     if script.called_path(context) != "device":
         name = script.called_path(context) or script.names.tf_path(context)
         return name in NAMES["transparent_contexts"]
@@ -110,7 +110,7 @@ def without_needless_items(
     script: Script, node: cst.With, updated: cst.With
 ) -> Replacement:
     """Remove items without effect; inline the body of a `with` without other items."""
-    needless = items_without_effect(script, node)
+    needless = needless_items(script, node)
     pairs = zip(node.items, updated.items, strict=True)
     kept = [new for item, new in pairs if item not in needless]
     if not needless or not kept:

@@ -112,9 +112,9 @@ _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
 _FOREIGN = _by_name(_DATA["foreign"])
 """Maps patterns of full names to the reason why their imports stay."""
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
-GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
+CALL_OPERATORS = _operators(_DATA["operators"]["calls"])
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
-WRITTEN = _templates(_DATA["operators"]["written"])
+TEMPLATES = _templates(_DATA["operators"]["templates"])
 """Maps paths to parameters and a template, with `{x}` for the parameter `x`."""
 ARGUMENTS = _lists(_DATA["arguments"])
 KEYWORDS = {
@@ -129,10 +129,10 @@ KEYWORDS = {
 OLD_KEYWORDS: dict[str, str] = _DATA["old_keywords"]
 OLD_ORDERS = {k: v.split() for k, v in _by_name(_DATA["old_orders"]).items()}
 """Maps paths to parameters in the order of TensorFlow 1."""
-WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
+UNRESHAPED_METRICS: dict[str, str] = _DATA["unreshaped_metrics"]
 IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])
-NO_STREAM: dict[str, str] = _DATA["no_stream"]
+MISSING_IN_STREAMS: dict[str, str] = _DATA["missing_in_streams"]
 ORDERS = {k: v.split() for k, v in _by_name(_DATA["orders"]).items()}
 """Maps paths to parameters that Keras 3 has moved; `"-"` at unchanged positions."""
 CALL_ORDERS = _lists(_DATA["call_orders"])
@@ -146,9 +146,9 @@ OPTIMIZERS = _products(_DATA["optimizers"])
 """Paths of the classes of optimizers."""
 OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
 RENAMED_METHODS: dict[str, str] = _DATA["methods"]["renamed"]
-WRITTEN_METHODS = _templates(_DATA["methods"]["written"])
+METHOD_TEMPLATES = _templates(_DATA["methods"]["templates"])
 KINDS: dict[str, str] = _DATA["kinds"]
-_MAKERS = _by_name(_DATA["makers"])
+_FACTORIES = _by_name(_DATA["factories"])
 _NOTHING = object()
 
 
@@ -195,8 +195,8 @@ def _resolved(target: str) -> Any:
 @functools.cache
 def kind_of_target(target: str) -> str | None:
     """The kind of object that a call of a target returns, such as `"model"`."""
-    if target in _MAKERS:
-        return _MAKERS[target]
+    if target in _FACTORIES:
+        return _FACTORIES[target]
     name = target.rpartition(".")[2]
     if target.startswith("keras.applications.") and name[0].isupper():
         return "model"
@@ -243,7 +243,7 @@ def _by_prefix(path: str) -> str | None:
 
 def is_known(path: str) -> bool:
     """Whether a path has a target, a template, or a row with a reason."""
-    tables = (WRITTEN, GUARDED_OPERATORS, DROPPED, _REASONS)
+    tables = (TEMPLATES, CALL_OPERATORS, DROPPED, _REASONS)
     return any(path in table for table in tables) or find_target(path) is not None
 
 

@@ -27,7 +27,6 @@ from replicax_migrate.tree import (
 )
 
 __all__ = [
-    "definition_values",
     "definitions",
     "direct_values",
     "elements",
@@ -102,7 +101,7 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
     )
 
 
-def definition_values(script: Script, definition: Definition) -> list[Expression]:
+def _definition_values(script: Script, definition: Definition) -> list[Expression]:
     """The values of a definition, and the default of a parameter."""
     bound = script.parent(definition.node)
     default = bound.default if isinstance(bound, cst.Param) else None
@@ -254,7 +253,7 @@ def direct_values(script: Script, node: Expression) -> list[Expression]:
         if isinstance(assigned, cst.AugAssign):
             sources += [assigned.target, assigned.value]
         elif definition.index is None:
-            sources += definition_values(script, definition)
+            sources += _definition_values(script, definition)
         else:
             index = cst.Integer(str(definition.index))
             sources += [
