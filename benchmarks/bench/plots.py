@@ -9,7 +9,7 @@ from typing import Any
 from bench.entries import LAYOUTS
 from bench.tables import comparable
 
-__all__ = ["draw"]
+__all__ = ["colour_of", "draw"]
 
 _COLOURS = {
     "replicax": "#1565c0",
@@ -69,7 +69,7 @@ def _draw_steps(groups: list[Mapping[str, Any]], title: str, path: Path) -> Path
             places,
             middles,
             xerr=(below, above),
-            color=[_colour(name) for name in alike],
+            color=[colour_of(name) for name in alike],
             error_kw={"elinewidth": 0.8, "ecolor": "#37474f"},
         )
         panel.set_yticks(places, list(alike))
@@ -106,7 +106,7 @@ def _draw_scaling(groups: list[Mapping[str, Any]], path: Path) -> Path:
                 for _, e1, e2 in pairs
             ]
             places = [j + 0.4 * i for j in range(len(pairs))]
-            panel.bar(places, heights, 0.38, color=_colour(name), label=name)
+            panel.bar(places, heights, 0.38, color=colour_of(name), label=name)
             panel.set_xticks(
                 [j + 0.2 for j in range(len(pairs))], [f"({c})" for c, *_ in pairs]
             )
@@ -131,7 +131,8 @@ def _panels(count: int, most: int) -> tuple[Any, list[Any]]:
     return figure, panels
 
 
-def _colour(name: str) -> str:
+def colour_of(name: str) -> str:
+    """The colour of an entry, by its library."""
     return _COLOURS[name.split()[0]]
 
 

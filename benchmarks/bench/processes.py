@@ -7,15 +7,16 @@ import selectors
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from bench.entries import Entry
 from replicax.engine.devices import cpu_pool_size
 from replicax.launch.local_tasks import free_ports
 
-__all__ = ["Answer", "Peer", "PeerError"]
+__all__ = ["Answer", "Peer", "PeerError", "PeerHost"]
 
 # All entries of a table wait on one card, five of them JAX'. Each takes what it needs,
 # but it doubles what it has when that is too little: this is where that ends, at 13 GB
@@ -47,6 +48,20 @@ class Answer:
     device_bytes: float = 0.0
 
 
+class PeerHost(Protocol):
+    """Where a process runs, if not on this machine itself."""
+
+    @property
+    def address(self) -> str:
+        """The address at which other processes reach it."""
+        ...
+
+    @property
+    def prefix(self) -> Sequence[str]:
+        """What a command begins with to run there."""
+        ...
+
+
 class Peer:
     """The processes of one entry, waiting for orders.
 
@@ -57,6 +72,10 @@ class Peer:
         batch: The global batch.
         limit_seconds: For each answer.
         tiny: Take small cases, on the CPU, to test the programs.
+        hosts: Where each process runs; empty: on this machine.
+        variables: Further environment variables.
+        is_joined: Whether the processes train together. Otherwise each trains alone,
+            with `batch` of its own.
 
     Attributes:
         entry: What runs.
@@ -72,17 +91,31 @@ class Peer:
         limit_seconds: float,
         *,
         tiny: bool = False,
+        hosts: Sequence[PeerHost] = (),
+        variables: Mapping[str, str] | None = None,
+        is_joined: bool = True,
     ) -> None:
         self.entry = entry
         self.resident_bytes = 0.0
         self._limit = limit_seconds
-        addresses = [f"localhost:{port}" for port in free_ports(entry.processes)]
+        ports = free_ports(entry.processes)
+        names = [host.address for host in hosts] or ["localhost"] * entry.processes
+        addresses = [f"{n}:{port}" for n, port in zip(names, ports, strict=True)]
+        prefixes = [host.prefix for host in hosts] or [()] * entry.processes
         self._errors = [
             tempfile.TemporaryFile("w+")  # noqa: SIM115
             for _ in addresses
         ]
         self._processes = [
-            _start(entry, python, case, batch, addresses, rank, errors, tiny)
+            _start(
+                entry,
+                [*prefixes[rank], "taskset", "--cpu-list", _cores_of(entry, rank)],
+                python,
+                _environment(entry, case, batch, tiny)
+                | _world(addresses if is_joined else [addresses[rank]], rank)
+                | (variables or {}),
+                errors,
+            )
             for rank, errors in enumerate(self._errors)
         ]
         self._texts = [b""] * entry.processes
@@ -188,38 +221,43 @@ def _on_gpu() -> dict[str, str]:
     return found
 
 
-def _start(
-    entry: Entry,
-    python: str,
-    case: str,
-    batch: int,
-    addresses: list[str],
-    rank: int,
-    errors: IO[str],
-    tiny: bool,
-) -> "subprocess.Popen[bytes]":
+def _cores_of(entry: Entry, rank: int) -> str:
+    """The cores of a process, as `taskset` names them."""
     cores = sorted(os.sched_getaffinity(0))
     if entry.cores is not None:
         first = rank * entry.cores % len(cores)
         cores = cores[first : first + entry.cores]
+    return ",".join(map(str, cores))
+
+
+def _world(addresses: Sequence[str], rank: int) -> dict[str, str]:
+    """Variables that name the processes that train together."""
+    if len(addresses) == 1:
+        return {"BENCH_RANK": "0", "BENCH_WORLD": "1", "BENCH_ADDRESSES": addresses[0]}
     task = {"type": "worker", "index": rank}
-    config = {"cluster": {"worker": addresses}, "task": task}
+    return {
+        "BENCH_RANK": str(rank),
+        "BENCH_WORLD": str(len(addresses)),
+        "BENCH_ADDRESSES": " ".join(addresses),
+        "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
+    }
+
+
+def _environment(entry: Entry, case: str, batch: int, tiny: bool) -> dict[str, str]:
+    """Variables that all processes of an entry have."""
     environment = {
         **os.environ,
         "BENCH_CASE": case,
         "BENCH_BATCH": str(batch),
         "BENCH_LOOP": entry.loop,
-        "BENCH_RANK": str(rank),
-        "BENCH_WORLD": str(entry.processes),
         "BENCH_DEVICES": str(entry.devices),
-        "BENCH_ADDRESSES": " ".join(addresses),
         "BENCH_KERAS": str(entry.keras),
         "BENCH_SHARD_UPDATE": str(int(entry.shard_update)),
         "BENCH_ACCELERATED": str(int(entry.accelerated)),
         "BENCH_TINY": str(int(tiny)),
         "KERAS_BACKEND": "jax",
         "JAX_PLATFORMS": "cpu",
-        "OMP_NUM_THREADS": str(len(cores)),
+        "OMP_NUM_THREADS": str(len(_cores_of(entry, 0).split(","))),
         # Every first step compiles.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "REPLICAX_COMPILATION_CACHE": "off",
@@ -228,17 +266,24 @@ def _start(
     if entry.accelerated and not tiny:
         environment |= _on_gpu()
     environment.pop("TF_CONFIG", None)
-    if entry.processes > 1:
-        environment["TF_CONFIG"] = json.dumps(config)
     if entry.devices > 1 and entry.script != "replicax_peer.py":
         # For those that make their own JAX devices: as many threads as we give ours.
         environment["XLA_FLAGS"] = (
             f"--xla_force_host_platform_device_count={entry.devices}"
         )
         environment["NPROC"] = str(cpu_pool_size(entry.devices))
-    names = ",".join(map(str, cores))
+    return environment
+
+
+def _start(
+    entry: Entry,
+    prefix: Sequence[str],
+    python: str,
+    environment: Mapping[str, str],
+    errors: IO[str],
+) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        ["taskset", "--cpu-list", names, python, str(_FOLDER / entry.script)],
+        [*prefix, python, str(_FOLDER / entry.script)],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -16,7 +16,8 @@ import keras_models
 
 if protocol.WORLD > 1:
     strategy: rx.Strategy = rx.MultiWorkerMirroredStrategy(
-        shard_update=protocol.SHARD_UPDATE
+        communication_options=rx.CommunicationOptions(compression=protocol.COMPRESSION),
+        shard_update=protocol.SHARD_UPDATE,
     )
 elif protocol.DEVICES > 1:
     strategy = rx.MirroredStrategy(shard_update=protocol.SHARD_UPDATE)

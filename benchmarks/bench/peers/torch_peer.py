@@ -10,7 +10,16 @@ import protocol
 import torch
 import torch_models
 from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+
+
+def compress(
+    state: distributed.ProcessGroup | None, bucket: distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """torch's own hook, which DDP refuses by its name if there is no CUDA."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
 
 torch.set_num_threads(protocol.CORES)
 resident = protocol.resident_bytes()
@@ -27,6 +36,8 @@ if protocol.WORLD > 1:
     model = DistributedDataParallel(
         model, gradient_as_bucket_view=True, static_graph=True
     )
+    if protocol.COMPRESSION == "bfloat16":
+        model.register_comm_hook(None, compress)
 optimizer: torch.optim.Optimizer
 if protocol.CASE.momentum:
     optimizer = torch.optim.SGD(
