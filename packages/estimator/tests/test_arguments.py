@@ -28,7 +28,7 @@ def test_model_fn_gets_the_arguments_of_its_signature(decorated: Any) -> None:
     fn = ModelFunction(decorated(model_fn), {}, None)
     fn(1, 2, ModeKeys.PREDICT)
     assert seen == {"features": 1, "labels": 2}
-    with pytest.raises(ValueError, match="no argument of that name"):
+    with pytest.raises(ValueError, match="no argument `params`"):
         ModelFunction(decorated(model_fn), {"units": 8}, None)
 
 
@@ -36,9 +36,9 @@ def test_input_fn_gets_the_arguments_of_its_signature() -> None:
     def input_fn(params: Any, input_context: Any = None) -> None:
         pass
 
-    offered = ["mode", "params", "input_context"]
+    available = ["mode", "params", "input_context"]
     for fn in (input_fn, anyhow(input_fn)):
-        accepted = accepted_arguments(fn, "input_fn", offered)
+        accepted = accepted_arguments(fn, "input_fn", available)
         assert accepted == {"params", "input_context"}
         partial = functools.partial(fn, params=3)
-        assert accepted_arguments(partial, "input_fn", offered) == {"input_context"}
+        assert accepted_arguments(partial, "input_fn", available) == {"input_context"}

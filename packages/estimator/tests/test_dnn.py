@@ -61,13 +61,7 @@ def test_dropout_and_batch_norm(tmp_path) -> None:
         train_distribute=mirrored(2), eval_distribute=mirrored(2), tf_random_seed=0
     )
     estimator = E.DNNClassifier(
-        [4, 3],
-        [X],
-        tmp_path,
-        n_classes=3,
-        dropout=0.5,
-        batch_norm=True,
-        config=config,
+        [4, 3], [X], tmp_path, n_classes=3, dropout=0.5, batch_norm=True, config=config
     )
     estimator.train(lambda: (features, labels), steps=4)
     values = values_of(estimator, "dnn/hiddenlayer_1/batchnorm_1/")

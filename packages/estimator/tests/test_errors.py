@@ -128,6 +128,7 @@ LOSS = keras.ops.zeros(())
     [
         ({"optimizer": SGD}, ValueError, "loss is needed in mode 'train'"),
         ({"loss": LOSS}, ValueError, "optimizer, or train_op is needed"),
+        ({"loss": LOSS, "train_op": []}, ValueError, "train_op is needed"),
         ({"loss": LOSS, "train_op": SGD}, TypeError, "train_op must be a TrainOp"),
         (
             {"loss": LOSS, "train_op": minimize(SGD, LOSS + 1)},

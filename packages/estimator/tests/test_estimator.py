@@ -245,9 +245,7 @@ def test_a_finished_training_restarts_its_input(
     assert int(estimator.get_variable_value("global_step")) == 11
 
 
-def test_checkpoints_do_not_restore_learning_rates(
-    tmp_path: Path,
-) -> None:
+def test_checkpoints_do_not_restore_learning_rates(tmp_path: Path) -> None:
     def adam(rate: Any) -> Callable[[], Any]:
         return lambda: keras.optimizers.Adam(rate)
 

@@ -249,7 +249,7 @@ def saved(mixed) -> Any:
             TypeError,
             r"'day' must be int32\[b\]; got dtype float64",
         ),
-        ({"day": [2**40] * 12}, TypeError, "a value that does not fit"),
+        ({"day": [2**40] * 12}, TypeError, "got integers outside -2147483648 to"),
     ],
 )
 def test_wrong_features_of_a_saved_model(saved, change, error, match) -> None:
@@ -260,7 +260,7 @@ def test_wrong_features_of_a_saved_model(saved, change, error, match) -> None:
 
 
 def test_unknown_signatures_and_single_arrays(saved) -> None:
-    with pytest.raises(ValueError, match=r"no signature 'x'; there are \['serving_de"):
+    with pytest.raises(ValueError, match=r"no signature 'x', only \['serving_de"):
         saved({}, "x")
     with pytest.raises(ValueError, match="no signature"):
         saved.inputs("x")
@@ -309,11 +309,7 @@ def test_models_for_another_platform_are_refused(dense, tmp_path) -> None:
         ({"platforms": ["gpu"]}, ValueError, r"cannot be exported for \['gpu'\]"),
         ({"serving_input_receiver_fn": X}, TypeError, "must be a function; got array"),
         ({"serving_input_receiver_fn": lambda: X}, TypeError, "must be a ServingInput"),
-        (
-            {"serving_input_receiver_fn": receiver(np.array(["a"]))},
-            TypeError,
-            "string",
-        ),
+        ({"serving_input_receiver_fn": receiver(np.array(["a"]))}, TypeError, "string"),
     ],
 )
 def test_wrong_exports(dense, tmp_path, arguments, error, match) -> None:

@@ -328,10 +328,7 @@ def test_a_keras_model_trains_as_with_train_on_batch(tmp_path: Path) -> None:
         (name,) = [x for x in names if f"/{x}".endswith(f"/{end}")]
         # XLA may order the operations differently.
         np.testing.assert_allclose(
-            estimator.get_variable_value(name),
-            variable,
-            rtol=1e-5,
-            atol=1e-6,
+            estimator.get_variable_value(name), variable, rtol=1e-5, atol=1e-6
         )
     (predicted,) = estimator.predict(lambda: X, yield_single_examples=False)
     np.testing.assert_allclose(

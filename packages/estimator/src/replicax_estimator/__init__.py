@@ -1,8 +1,9 @@
 """The `tf.estimator` API on Keras, JAX and replicax's strategies.
 
-An estimator has no engine of its own: a step is a `strategy.run` of the `model_fn`,
-with averaged gradients. Training and evaluation use separate models, which share only
-checkpoints. An estimator keeps its models, and so compiled programs, between calls.
+An estimator has no engine of its own: each step calls the `model_fn` by `strategy.run`
+and averages gradients over the replicas. Training and evaluation use separate models,
+which share only checkpoints. An estimator keeps its models, and so compiled programs,
+between calls.
 Public names are TF's; where TF's name differs, the docstring says so. Wrong arguments
 and wrong input raise ValueError or TypeError, whose message names the argument.
 """
@@ -50,12 +51,7 @@ from replicax_estimator.linear import (
 )
 from replicax_estimator.run_config import RunConfig
 from replicax_estimator.serving import SavedModel, load_saved_model
-from replicax_estimator.spec import (
-    EstimatorSpec,
-    ModeKeys,
-    get_global_step,
-    minimize,
-)
+from replicax_estimator.spec import EstimatorSpec, ModeKeys, get_global_step, minimize
 from replicax_estimator.standard_hooks import (
     LoggingTensorHook,
     NanLossDuringTrainingError,

@@ -5,12 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = [
-    "require_callable",
-    "require_choice",
-    "require_count",
-    "require_instance",
-]
+__all__ = ["require_callable", "require_choice", "require_count", "require_instance"]
 
 _T = TypeVar("_T")
 

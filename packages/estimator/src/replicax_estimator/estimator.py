@@ -23,10 +23,7 @@ from replicax_estimator.evaluating import (
 )
 from replicax_estimator.export import ServingInputReceiver, require_receiver_fn
 from replicax_estimator.exporting import export_model
-from replicax_estimator.hooks import (
-    CheckpointSaverListener,
-    SessionRunHook,
-)
+from replicax_estimator.hooks import CheckpointSaverListener, SessionRunHook
 from replicax_estimator.model import EstimatorModel
 from replicax_estimator.run_config import RunConfig, one_device
 from replicax_estimator.saving import (
@@ -92,7 +89,7 @@ class Estimator:
     """
 
     _needs_labels = False
-    _begins_trained = False  # Whether the initial values are trained weights.
+    _has_trained_weights = False  # Whether the model_fn assigns trained weights.
 
     def __init__(
         self,
@@ -150,7 +147,7 @@ class Estimator:
         max_steps: int | None = None,
         saving_listeners: Sequence[CheckpointSaverListener] | None = None,
     ) -> "Estimator":
-        """Train from the newest checkpoint on, save a checkpoint, and return `self`.
+        """Continue from the newest checkpoint, save a new one, and return `self`.
 
         Args:
             input_fn: Returns a dataset of `(features, labels)` batches, each for **one
@@ -182,9 +179,9 @@ class Estimator:
         strategy = self._config.training_strategy()
         key = ModeKeys.TRAIN, strategy
         has_servers = isinstance(strategy, rx.ParameterServerStrategy)
-        is_alone = strategy.workers.count == 1 and not has_servers
-        if is_alone and self.latest_checkpoint() is None:
-            self._models.pop(key, None)  # The folder was deleted: start from zero.
+        has_one_process = strategy.workers.count == 1 and not has_servers
+        if has_one_process and self.latest_checkpoint() is None:
+            self._models.pop(key, None)  # Its checkpoints were deleted: train anew.
         model = self._model(ModeKeys.TRAIN, strategy)
         training = Training(
             model=model,
@@ -298,17 +295,17 @@ class Estimator:
         *,
         platforms: Sequence[str] | None = None,
     ) -> str:
-        """Export a checkpoint for prediction, without Python code; return its folder.
+        """Export a checkpoint as a saved model; return the saved model's folder.
 
-        `load_saved_model` loads the result. `jax.export` serializes the `model_fn` in
-        PREDICT mode as programs: the predictions as the signature `"serving_default"`,
-        and the spec's `export_outputs`. A single prediction is named `"output"`, a
-        single feature `"feature"`. The columns and class names of a canned estimator
-        are exported too; a `preprocess` function is not.
+        `load_saved_model` loads it without the `model_fn`. Each signature is a program
+        that `jax.export` serializes: `"serving_default"` computes the predictions, and
+        each of the spec's `export_outputs` is a further signature. A single prediction
+        is named `"output"`, a single feature `"feature"`. A canned estimator exports
+        its columns and class names, too. A `preprocess` function is not exported.
 
         Args:
-            export_dir_base: Folder for the new folder, whose name is the Unix time and
-                whose `manifest.json` lists signatures, versions and checksums.
+            export_dir_base: Parent of the saved model's folder, whose name is the Unix
+                time and whose `manifest.json` lists signatures, versions and checksums.
             serving_input_receiver_fn: Returns the features' names and shapes; see
                 `build_raw_serving_input_receiver_fn`.
             checkpoint_path: The checkpoint; None: the newest.
@@ -327,7 +324,7 @@ class Estimator:
                 "saved model needs the arrays that preprocess returns.",
                 caller,
             )
-        # A separate model: a generator of predictions may still use the other.
+        # A generator of predictions may still use the model in `self._models`.
         seed = self._config.tf_random_seed or 0
         model = EstimatorModel(self._function, *key, seed)
         receiver = require_instance(
@@ -393,10 +390,10 @@ class Estimator:
     ) -> Callable[[EstimatorModel], str]:
         """Return a function that restores a checkpoint and returns its path.
 
-        Without a checkpoint, a model with trained initial values keeps these values and
-        the path is ""; for other models this method raises ValueError.
+        If there is no checkpoint, a model with trained initial values keeps them, and
+        the path is "". For a model without such values, this method raises ValueError.
         """
-        has_values = self._begins_trained or self._warm_start_from is not None
+        has_values = self._has_trained_weights or self._warm_start_from is not None
 
         def find_path() -> str | None:
             if has_values and path is None:

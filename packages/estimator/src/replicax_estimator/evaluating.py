@@ -49,12 +49,13 @@ class Evaluation(Loop):
             self.start_hooks()
             for metric in (*model.metrics.values(), model.loss):
                 metric.reset_state()
-            limited = itertools.islice(itertools.chain([first], steps), num_steps)
-            for features, labels in limited:
+            all_steps = itertools.chain([first], steps)
+            for features, labels in itertools.islice(all_steps, num_steps):
                 self.run_step(features, labels)
-                if self.stops and model.strategy.workers.count == 1:
+                # Several workers run the same number of steps: they ignore requests.
+                if self.stop_requested and model.strategy.workers.count == 1:
                     break
-            self.is_over = True
+            self.has_ended = True
             results = _flatten(model.results())
             for hook in self.hooks:
                 hook.end(self)
@@ -116,7 +117,8 @@ def predictions(
 ) -> Generator[Predictions]:
     """Yield predictions batch by batch, as arrays `[b, ...]` on the host.
 
-    Hooks of the model's spec begin in the first step, and are appended to `hooks`.
+    In the first step the hooks of the model's spec begin and are added to `hooks`, so
+    that the caller ends them.
     """
     with contextlib.closing(source.steps(model.strategy)) as steps:
         for number, (features, labels) in enumerate(steps):

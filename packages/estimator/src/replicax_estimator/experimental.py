@@ -122,10 +122,7 @@ def stop_if_no_increase_hook(
 
 
 def stop_if_higher_hook(
-    estimator: Estimator,
-    metric_name: str,
-    threshold: float,
-    **options: Any,
+    estimator: Estimator, metric_name: str, threshold: float, **options: Any
 ) -> SessionRunHook:
     """Make a hook that stops training when a metric is above `threshold`.
 
@@ -139,10 +136,7 @@ def stop_if_higher_hook(
 
 
 def stop_if_lower_hook(
-    estimator: Estimator,
-    metric_name: str,
-    threshold: float,
-    **options: Any,
+    estimator: Estimator, metric_name: str, threshold: float, **options: Any
 ) -> SessionRunHook:
     """Make a hook that stops training when a metric is below `threshold`.
 

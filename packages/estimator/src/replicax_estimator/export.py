@@ -35,7 +35,7 @@ class ArraySpec:
         sizes = ", ".join("b" if size is None else str(size) for size in self.shape)
         return f"{self.dtype}[{sizes}]"
 
-    def in_program(self) -> "ArraySpec":
+    def canonical(self) -> "ArraySpec":
         """Return the spec with JAX's canonical dtype: by default 32 bits, not 64."""
         dtype = jax.dtypes.canonicalize_dtype(np.dtype(self.dtype))
         return dataclasses.replace(self, dtype=dtype.name)
@@ -54,19 +54,18 @@ class ArraySpec:
         """
         array = np.asarray(value)
         is_text = self.dtype == "string"
+        problem = f"dtype {array.dtype}"
         dtype = array.dtype if is_text else np.dtype(self.dtype)
         if is_text:
             fits = array.dtype.kind in "OSTU"
         elif all(jnp.issubdtype(x, np.integer) for x in (dtype, array.dtype)):
             limits = jnp.iinfo(dtype)
             fits = bool(((array >= limits.min) & (array <= limits.max)).all())
+            problem = f"integers outside {limits.min} to {limits.max}"
         else:
             fits = np.can_cast(array.dtype, dtype, "same_kind")
         if not fits:
-            raise TypeError(
-                f"{title} must be {self}; got dtype {array.dtype} or a value that does "
-                "not fit. Convert it."
-            )
+            raise TypeError(f"{title} must be {self}; got {problem}. Convert it.")
         return array.astype(dtype)
 
 

@@ -100,7 +100,7 @@ class _SavedModelExporter(Exporter):
 class FinalExporter(_SavedModelExporter):
     """Exports once, when training has ended.
 
-    Arguments are the first two of `LatestExporter`; all exports are kept.
+    Arguments are those of `LatestExporter`, but for `exports_to_keep`: it keeps all.
 
     Example:
         >>> import replicax as rx
@@ -186,7 +186,7 @@ class BestExporter(_SavedModelExporter):
         return self._keep_if_better(dict(eval_result))
 
     def _keep_if_better(self, result: EvalResults) -> bool:
-        """Replace the best evaluation by a better one; return whether it was."""
+        """Keep `result` if it is the best evaluation so far; return whether it is."""
         is_best = self._best is None or bool(
             self._is_better(best_eval_result=self._best, current_eval_result=result)
         )

@@ -51,9 +51,9 @@ def export_model(
     num_rows = receiver.default_batch_size
     if preprocessor is None:
         preprocessor = Preprocessor((), in_program=tuple(receiver.specs()))
-    host_config = preprocessor_config(preprocessor)
-    host = saved_preprocessor(host_config)
-    inputs, arrays = _inputs(receiver, host)
+    config = preprocessor_config(preprocessor)
+    preprocessor = saved_preprocessor(config)  # As `load_saved_model` makes it.
+    inputs, arrays = _inputs(receiver, preprocessor)
     model.build(arrays[SINGLE] if is_single else arrays, None)
     checkpoint = restore(model)
     global_step = int(model.global_step.numpy())
@@ -69,7 +69,7 @@ def export_model(
         values: Mapping[str, jax.Array], features: Features
     ) -> dict[str, Arrays]:
         features = features[SINGLE] if is_single else features
-        return _signatures(model.prediction_of(values, features))
+        return _signatures(model.spec_of(values, features))
 
     programs: dict[str, bytes] = {}
     signatures: JSONObject = {}
@@ -88,7 +88,7 @@ def export_model(
                 "of rows, give build_raw_serving_input_receiver_fn("
                 "..., default_batch_size=...)."
             ) from error
-        outputs = _outputs(exported, num_rows, host)
+        outputs = _outputs(exported, num_rows, preprocessor)
         programs[name] = bytes(exported.serialize())
         signatures[name] = {
             "inputs": {n: [spec.shape, spec.dtype] for n, spec in inputs.items()},
@@ -104,7 +104,7 @@ def export_model(
         "platforms": platforms,
         "signatures": signatures,
         "single_feature": is_single,
-        "host": host_config,
+        "preprocessor": config,
     }
     path = write(base, Artifact(contents, programs, values))
     _logger.info("Exported step %d of %s to %s.", global_step, checkpoint, path)
@@ -112,16 +112,16 @@ def export_model(
 
 
 def _inputs(
-    receiver: ServingInputReceiver, host: Preprocessor
+    receiver: ServingInputReceiver, preprocessor: Preprocessor
 ) -> tuple[_Specs, dict[str, np.ndarray]]:
-    """Return the specs of the raw features, and zeros as the program's input."""
+    """Return the specs of the raw features, and a batch of zeros for the program."""
     specs = {
-        name: spec.in_program() if name in host.in_program else spec
+        name: spec.canonical() if name in preprocessor.in_program else spec
         for name, spec in receiver.specs().items()
     }
     rows = receiver.default_batch_size or _ROWS
     raw = {name: spec.zeros(rows) for name, spec in specs.items()}
-    return specs, host.prepare(raw)[0]
+    return specs, preprocessor.prepare(raw)[0]
 
 
 def _signatures(spec: EstimatorSpec) -> dict[str, Arrays]:
@@ -141,9 +141,9 @@ def _signatures(spec: EstimatorSpec) -> dict[str, Arrays]:
 
 
 def _outputs(
-    exported: export.Exported, num_rows: int | None, host: Preprocessor
+    exported: export.Exported, num_rows: int | None, preprocessor: Preprocessor
 ) -> _Specs:
-    """Return the specs of a program's outputs, with those that the host adds."""
+    """Return the specs of a program's outputs, and of the classes' names, by name."""
     avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     specs = {
         name: ArraySpec(
@@ -153,7 +153,7 @@ def _outputs(
         for name, aval in avals.items()
     }
     zeros = {name: spec.zeros(num_rows or _ROWS) for name, spec in specs.items()}
-    for name, array in host.add_class_names(zeros).items():
+    for name, array in preprocessor.add_class_names(zeros).items():
         if name not in specs:  # Class names.
             specs[name] = ArraySpec((num_rows, *array.shape[1:]), "string")
     return specs

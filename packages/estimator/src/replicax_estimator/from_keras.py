@@ -29,10 +29,10 @@ def model_to_estimator(
     """Convert a compiled Keras model to an estimator that trains copies of the model.
 
     Training starts from the model's present weights. Features are an array, a tuple, or
-    a dict by the names of the model's inputs; or, with weights of the examples, a dict
-    of `"features"` and `"sample_weights"`. Labels may be a dict by the outputs' names.
-    Predictions are a dict by the outputs' names; `evaluate` returns the compiled
-    metrics. (TF: `tf.keras.estimator.model_to_estimator`.)
+    a dict by the names of the model's inputs. To weight examples, return a dict of
+    `"features"` and `"sample_weights"` as features. Labels may be a dict by the
+    outputs' names. Predictions are a dict by the outputs' names; `evaluate` returns the
+    compiled metrics. (TF: `tf.keras.estimator.model_to_estimator`.)
 
     Args:
         keras_model: The model, compiled with an optimizer and a loss.
@@ -65,12 +65,12 @@ def model_to_estimator(
             "optimizer and a loss. Call model.compile(optimizer=..., loss=...) first."
         )
     # Each trace makes a model from copies of the configs, which Keras changes.
-    class_of, model_config = type(model), model.get_config()
+    cls, model_config = type(model), model.get_config()
     values = [np.asarray(v) for v in model.variables]
 
     def model_fn(features: Features, labels: Labels, mode: ModeKeys) -> EstimatorSpec:
         with keras.saving.custom_object_scope(custom_objects or {}):
-            model = class_of.from_config(copy.deepcopy(model_config))
+            model = cls.from_config(copy.deepcopy(model_config))
             if mode != ModeKeys.PREDICT:
                 model.compile_from_config(copy.deepcopy(compiled))
         training = mode == ModeKeys.TRAIN
@@ -103,7 +103,7 @@ def model_to_estimator(
         )
 
     estimator = Estimator(model_fn, model_dir, config)
-    estimator._needs_labels = estimator._begins_trained = True
+    estimator._needs_labels = estimator._has_trained_weights = True
     return estimator
 
 
@@ -116,18 +116,18 @@ def _arrange_labels(labels: Labels, outputs: Predictions, names: list[str]) -> L
             f"model_to_estimator: the model has the outputs {names}; got labels "
             f"{sorted(labels)}. Give labels the outputs' names, or a list of arrays."
         )
-    listed = [labels[name] for name in names]
-    return listed if isinstance(outputs, list | tuple) else listed[0]
+    arrays = [labels[name] for name in names]
+    return arrays if isinstance(outputs, list | tuple) else arrays[0]
 
 
 def _outputs_by_name(model: keras.Model, outputs: Predictions) -> dict[str, Any]:
     if isinstance(outputs, dict):
         return outputs
-    listed = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+    arrays = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
     if isinstance(model, keras.Sequential):
         names = [model.layers[-1].name]
     else:
         names = getattr(model, "output_names", None) or []
-    if len(names) != len(listed):
-        names = [f"output_{i + 1}" for i in range(len(listed))]
-    return dict(zip(names, listed, strict=True))
+    if len(names) != len(arrays):
+        names = [f"output_{i + 1}" for i in range(len(arrays))]
+    return dict(zip(names, arrays, strict=True))

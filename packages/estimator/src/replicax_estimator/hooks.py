@@ -25,7 +25,7 @@ class HookSession(Protocol):
     """The loop of one call of `train` or `evaluate`, as hooks use it."""
 
     global_step: int
-    is_over: bool
+    has_ended: bool
 
     def request_stop(self) -> None:
         """Stop after the current step."""
@@ -133,7 +133,7 @@ class SessionRunContext:
         self.stop_requested = False
 
     def request_stop(self) -> None:
-        """Stop after this step. With several workers, all of them stop."""
+        """Stop after this step. Several workers stop in training, not in evaluation."""
         self.stop_requested = True
 
 
@@ -168,7 +168,7 @@ class SessionRunHook:
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Called after a step; fetched values have waited for the device."""
+        """Called after a step, with the values that `before_run` asked for."""
 
     def end(self, session: HookSession | None) -> None:
         """Called after the last step."""

@@ -114,8 +114,9 @@ def _input_fn(
     arrays, size = (features, labels), sizes[0]
 
     def input_fn() -> Iterator[Any]:
-        drawn = random.randrange(2**63) if shuffle and seed is None else seed
-        order_seed = drawn if shuffle else None
+        order_seed = seed if shuffle else None
+        if shuffle and seed is None:
+            order_seed = random.randrange(2**63)
         return _batches(arrays, size, batch_size, num_epochs, order_seed)
 
     return input_fn

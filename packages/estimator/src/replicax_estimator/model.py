@@ -79,7 +79,7 @@ class EstimatorModel:
 
     def _create_variables(self, features: Features, labels: Labels) -> None:
         spec = self._call(features, labels, writes=False)
-        if not hasattr(self, "spec"):  # A later trace makes placeholders.
+        if not hasattr(self, "spec"):  # Later traces make other optimizers and metrics.
             self.spec = spec
 
     def _call(
@@ -93,7 +93,7 @@ class EstimatorModel:
             return self._function(features, labels, self.mode)
 
     def _build_optimizers(self) -> None:
-        created = {id(v) for v in self._store.variables}
+        own_ids = {id(v) for v in self._store.variables}
         trainable = [v for v in self._store.variables if v.trainable]
         optimizers = [op.optimizer for op in self.spec.train_ops]
         if len({id(o) for o in optimizers}) < len(optimizers):
@@ -102,22 +102,22 @@ class EstimatorModel:
                 "or give one train_op all their variables."
             )
         for op in self.spec.train_ops:
-            if not {id(v) for v in op.optimizer.variables} <= created:
+            if not {id(v) for v in op.optimizer.variables} <= own_ids:
                 raise rx.ContextError(
-                    f"model_fn: {type(op.optimizer).__name__} was made outside it. "
-                    "Make the optimizer inside: each strategy calls the model_fn."
+                    f"model_fn: {type(op.optimizer).__name__} was made outside the "
+                    "model_fn. Make it in the model_fn: each model needs its own."
                 )
-            trained = trainable if op.variables is None else list(op.variables)
-            if not trained:
+            variables = trainable if op.variables is None else list(op.variables)
+            if not variables:
                 raise ValueError(
                     "model_fn: no trainable variables were created, so there is "
                     "nothing to train."
                 )
             with self.strategy.scope():
-                op.optimizer.build(trained)
-            self._updates.append((op.optimizer, trained))
-        trained = [v for _, variables in self._updates for v in variables]
-        self._trained = list({id(v): v for v in trained}.values())
+                op.optimizer.build(variables)
+            self._updates.append((op.optimizer, variables))
+        by_id = {id(v): v for _, variables in self._updates for v in variables}
+        self._trained_variables = list(by_id.values())
 
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
@@ -142,8 +142,8 @@ class EstimatorModel:
     def finalize(self) -> None:
         """End training: assign the moving averages of weights to the weights."""
         with self.strategy.scope():
-            for optimizer, trained in self._updates:
-                optimizer.finalize_variable_values(trained)
+            for optimizer, variables in self._updates:
+                optimizer.finalize_variable_values(variables)
 
     def num_updates(self) -> int:
         """Return the optimizer's count of the updates of all workers."""
@@ -180,14 +180,14 @@ class EstimatorModel:
         # Optimizers divide gradients by their loss scale, which may be a variable.
         scales = [optimizer.scale_loss(1.0) for optimizer, _ in self._updates]
         (_, (loss, tensors)), grads = rx.value_and_grad(
-            loss_fn, self._trained, has_aux=True
+            loss_fn, self._trained_variables, has_aux=True
         )()
-        grad_of = dict(zip(map(id, self._trained), grads, strict=True))
-        for (optimizer, trained), scale in zip(self._updates, scales, strict=True):
-            grads = [grad_of[id(v)] for v in trained]
+        grad_of = dict(zip(map(id, self._trained_variables), grads, strict=True))
+        for (optimizer, variables), scale in zip(self._updates, scales, strict=True):
+            grads = [grad_of[id(v)] for v in variables]
             if scale is not scales[0]:
                 grads = [g * (scale / scales[0]) for g in grads]
-            optimizer.apply(grads, trained)
+            optimizer.apply(grads, variables)
         self.global_step.assign_add(1)
         return tensors | {"loss": _mean_of_replicas(loss)}
 
@@ -215,10 +215,10 @@ class EstimatorModel:
                     tensors[name] = jax.numpy.asarray(value)
         return {name: x for name, x in tensors.items() if x is not None}
 
-    def prediction_of(
+    def spec_of(
         self, values: Mapping[str, jax.Array], features: Features
     ) -> EstimatorSpec:
-        """Call the model with these values in place of those of `variables()`."""
+        """Call the `model_fn` with other values of the variables, by their names."""
         variables = self.variables()
         mapping = [(variables[name], value) for name, value in values.items()]
         with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):

@@ -18,12 +18,7 @@ from replicax_estimator.feature_column.numeric import NumericColumn
 from replicax_estimator.feature_column.raw import rows_of
 from replicax_estimator.types import Features, JSONObject, Labels
 
-__all__ = [
-    "ROWS",
-    "Preprocessor",
-    "preprocessor_config",
-    "saved_preprocessor",
-]
+__all__ = ["ROWS", "Preprocessor", "preprocessor_config", "saved_preprocessor"]
 
 ROWS = "rows"
 """Name of the input of a model without columns: zeros `float32[b]`."""

@@ -31,8 +31,8 @@ class RunConfig:
             Python's random numbers.
         log_step_count_steps: Steps between two log lines with the loss and the speed,
             and between two checks for NaN; None: never.
-        restore_input: Whether an interrupted training continues its input from the
-            position of its last checkpoint, which requires the same order of the data.
+        restore_input: Whether a resumed training skips the batches that it read before
+            its last checkpoint. The input must then have the same order again.
 
     Example:
         >>> import replicax as rx

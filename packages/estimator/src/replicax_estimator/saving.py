@@ -29,7 +29,7 @@ _VARIABLES = "variables/"
 
 
 class InputPosition:
-    """A training's position in its input, as part of its checkpoints."""
+    """A training's position in its input, which its checkpoints contain."""
 
     def __init__(self, num_replicas: int) -> None:
         self.num_steps = 0  # Since the input began; 0 when a training has ended.
@@ -46,7 +46,7 @@ class InputPosition:
 
 
 class _TrainingState(rx.Checkpoint):
-    """A training's checkpoint, which refuses the checkpoint of another model."""
+    """A training's state, which refuses to restore a checkpoint of another model."""
 
     def __init__(self, model: EstimatorModel, position: InputPosition) -> None:
         super().__init__(
@@ -86,7 +86,7 @@ class Saver:
             checkpoint_name=CHECKPOINT_NAME,
         )
         strategy = model.strategy
-        # Synchronous workers save together; asynchronous workers leave it to the chief.
+        # Synchronous workers save together; of asynchronous workers, the chief saves.
         self._is_writer = strategy.is_chief or strategy.workers.count > 1
         self.interval = Interval(
             config.save_checkpoints_steps, config.save_checkpoints_secs, "RunConfig"
@@ -104,7 +104,7 @@ class Saver:
         return path
 
     def save(self, step: int, *, wait: bool = False) -> bool:
-        """Save a state that is not saved yet; return whether this call saved it."""
+        """Save, unless this state is already saved; return whether it was necessary."""
         self.interval.restart(step)
         state = (step, self._position.num_steps)
         if state == self._last_saved or not self._is_writer:
@@ -116,7 +116,7 @@ class Saver:
         return True
 
     def close(self) -> None:
-        """Wait for the last save, and tell evaluators that no further one follows."""
+        """Wait for the last save, and mark it as the last one for evaluators."""
         if self._is_writer:
             self._manager.mark_finished()
 
@@ -164,21 +164,21 @@ def warm_start(model: EstimatorModel, path: str) -> None:
     path = rx.latest_checkpoint(path, CHECKPOINT_NAME) or path
     values = saved_variables(path)
     state = {id(v) for op in model.spec.train_ops for v in op.optimizer.variables}
-    own = {n: v for n, v in model.variables().items() if id(v) not in state}
-    names = [name for name in own if name in values]
+    variables = {n: v for n, v in model.variables().items() if id(v) not in state}
+    names = [name for name in variables if name in values]
     if not names:
         raise rx.CheckpointError(
             f"Estimator: warm_start_from={path!r} does not fit the model: the "
-            f"checkpoint contains {sorted(values)}, the model {sorted(own)}."
+            f"checkpoint contains {sorted(values)}, the model {sorted(variables)}."
         )
     for name in names:
-        own[name].assign(values[name])
-    _logger.info("Estimator: %s start from the values in %s.", names, path)
+        variables[name].assign(values[name])
+    _logger.info("Estimator: initialized %s from %s.", names, path)
 
 
 def _other_model(path: str, difference: object) -> rx.CheckpointError:
     return rx.CheckpointError(
-        f"Estimator: {path} in the model_dir is of another model or optimizer. Give "
-        "the old layers and optimizer, or a new model_dir, with warm_start_from=... to "
-        f"keep the weights. {difference}"
+        f"Estimator: the checkpoint {path} is of another model or optimizer. Restore "
+        "the model_fn's layers and optimizer, or give a new model_dir, and to keep the "
+        f"weights warm_start_from=... {difference}"
     )

@@ -148,7 +148,7 @@ class SavedModel:
         self.signatures = tuple(contents["signatures"])
         self._specs = contents["signatures"]
         self._is_single = contents["single_feature"]
-        self._preprocessor = saved_preprocessor(contents["host"])
+        self._preprocessor = saved_preprocessor(contents["preprocessor"])
         self._programs = {
             name: jax.jit(export.deserialize(bytearray(program)).call)
             for name, program in artifact.programs.items()
@@ -199,8 +199,8 @@ class SavedModel:
     def _array_specs(self, signature: str, part: str) -> dict[str, ArraySpec]:
         if signature not in self.signatures:
             raise ValueError(
-                f"saved model {self.path}: there is no signature {signature!r}; there "
-                f"are {list(self.signatures)}."
+                f"saved model {self.path}: has no signature {signature!r}, only "
+                f"{list(self.signatures)}."
             )
         entries = self._specs[signature][part].items()
         return {n: ArraySpec(tuple(shape), dtype) for n, (shape, dtype) in entries}

@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import enum
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import cast
 
 import jax
@@ -121,12 +121,12 @@ class EstimatorSpec:
         if self.mode == ModeKeys.PREDICT:
             needed = {"predictions": self.predictions}
         elif self.mode == ModeKeys.TRAIN:
-            needed["optimizer, or train_op"] = self.optimizer or self.train_op
+            needed["optimizer, or train_op"] = self.optimizer or self.train_op or None
         for name, value in needed.items():
             if value is None:
                 raise ValueError(
-                    f"EstimatorSpec: {name} is needed in mode {str(self.mode)!r}, and "
-                    "is None."
+                    f"EstimatorSpec: {name} is needed in mode {str(self.mode)!r}; got "
+                    "none."
                 )
         if self.train_op is not None and self.optimizer is not None:
             raise ValueError(
@@ -196,21 +196,17 @@ def num_active() -> jax.Array:
     return rx.get_replica_context().all_reduce("sum", 1.0)
 
 
-class _CurrentStep(threading.local):
-    global_step: keras.Variable | None = None
-
-
-_local = _CurrentStep()
+_step: ContextVar[keras.Variable | None] = ContextVar("global_step", default=None)
 
 
 @contextlib.contextmanager
 def global_step_context(variable: keras.Variable) -> Iterator[None]:
     """A context in which `get_global_step()` returns the value of `variable`."""
-    outer, _local.global_step = _local.global_step, variable
+    token = _step.set(variable)
     try:
         yield
     finally:
-        _local.global_step = outer
+        _step.reset(token)
 
 
 def get_global_step() -> jax.Array:
@@ -224,9 +220,10 @@ def get_global_step() -> jax.Array:
         >>> def warm_up(loss):  # For a model_fn.
         ...     return loss * keras.ops.minimum(rx.estimator.get_global_step() / 100, 1)
     """
-    if _local.global_step is None:
+    variable = _step.get()
+    if variable is None:
         raise rx.ContextError(
-            "get_global_step: called outside a model_fn. There, call "
+            "get_global_step: called outside a model_fn. Outside, call "
             "estimator.get_variable_value('global_step')."
         )
-    return _local.global_step.value
+    return variable.value

@@ -102,9 +102,9 @@ class StepCounterHook(SessionRunHook):
         step = run_context.session.global_step
         if not self._interval.is_due(step):
             return
-        passed = self._interval.restart(step)
-        if passed is not None and passed[1] > 0:
-            self.steps_per_second = passed[0] / passed[1]
+        elapsed = self._interval.restart(step)
+        if elapsed is not None and elapsed[1] > 0:
+            self.steps_per_second = elapsed[0] / elapsed[1]
             _logger.info("global_step/sec: %.6g", self.steps_per_second)
 
 
@@ -116,8 +116,8 @@ class LoggingTensorHook(SessionRunHook):
     `tf.estimator.LoggingTensorHook`.)
 
     Args:
-        tensors: A list, or a dict by label, of names as in `SessionRunArgs` or, in a
-            `model_fn`, of arrays.
+        tensors: Names as in `SessionRunArgs`, in a list or in a dict by label. In a
+            `model_fn`, arrays are possible in place of names.
         every_n_iter: Interval in steps.
         every_n_secs: Interval in seconds, in place of steps.
         at_end: Log at the end; without an interval, only then.
@@ -180,8 +180,8 @@ class LoggingTensorHook(SessionRunHook):
         """Log the values when the interval has passed."""
         self._values = run_values.results or self._values
         if self._is_due and self._interval is not None:
-            passed = self._interval.restart(self._step)
-            seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
+            elapsed = self._interval.restart(self._step)
+            seconds = "" if elapsed is None else f" ({elapsed[1]:.3f} sec)"
             _logger.info("%s%s", self._format(self._values), seconds)
 
     def end(self, session: HookSession | None) -> None:
@@ -198,8 +198,8 @@ class NanTensorHook(SessionRunHook):
 
     Args:
         loss_tensor: The value's name.
-        fail_on_nan_loss: Whether to raise an error; if False, stop only. At its end
-            training itself raises an error if the loss is NaN.
+        fail_on_nan_loss: Whether to raise an error at once; if False, the hook requests
+            a stop. At its end, training raises an error if the loss is NaN.
 
     Raises:
         NanLossDuringTrainingError: In a step, with `fail_on_nan_loss`.

@@ -43,32 +43,32 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Loop:
-    """The loop of one call of `train` or `evaluate`: the `HookSession` of its hooks.
+    """The loop of one call of `train` or `evaluate`; its hooks get it as `HookSession`.
 
     Attributes:
         hooks: The user's hooks; after `start_hooks` also the spec's.
         global_step: Number of training steps, including those before this call.
-        is_over: Whether the last step has run.
-        stops: Whether a hook of this process has requested a stop.
+        has_ended: Whether the last step has run.
+        stop_requested: Whether a hook of this process has requested a stop.
     """
 
     model: EstimatorModel
     source: InputPipeline
     hooks: list[SessionRunHook]
     global_step: int = dataclasses.field(init=False, default=0)
-    is_over: bool = dataclasses.field(init=False, default=False)
-    stops: bool = dataclasses.field(init=False, default=False)
+    has_ended: bool = dataclasses.field(init=False, default=False)
+    stop_requested: bool = dataclasses.field(init=False, default=False)
 
     def request_stop(self) -> None:
         """Stop after the current step."""
-        self.stops = True
+        self.stop_requested = True
 
     def call_with_steps(
         self,
         body: Callable[[Steps], _Result],
         listeners: Sequence[CheckpointSaverListener] = (),
     ) -> _Result:
-        """Call `body` with the input's steps, and close them."""
+        """Begin hooks and listeners; call `body` with the steps, and close these."""
         for listener in (*self.hooks, *listeners):
             listener.begin()
         steps = self.source.steps(self.model.strategy)
@@ -90,7 +90,7 @@ class Loop:
         return first
 
     def start_hooks(self) -> None:
-        """Add the spec's hooks, and call `after_create_session` of all."""
+        """Begin and add the spec's hooks; call `after_create_session` of every hook."""
         spec_hooks = self.model.spec.hooks()
         for hook in spec_hooks:
             hook.begin()
@@ -129,8 +129,8 @@ class Training(Loop):
     """The training loop of one call of `train`.
 
     Attributes:
-        last_step: A function from the first global step to the last; None stands for
-            the end of the input.
+        last_step: Maps the global step before the training to the last one; None: train
+            until the input ends.
         initialize: Called with the model if there is no checkpoint to restore.
     """
 
@@ -160,10 +160,10 @@ class Training(Loop):
             saver.close()
             return
         self.start_hooks()
-        self._loop(steps, self._first_item(steps, first), saver, last)
+        self._loop(steps, self._skip_steps(steps, first), saver, last)
         model.finalize()
         self._position.num_steps = 0  # The next call restarts its input.
-        self.is_over = True
+        self.has_ended = True
         self._save(saver, wait=True)
         for hook in self.hooks:
             hook.end(self)
@@ -171,34 +171,34 @@ class Training(Loop):
             listener.end(self, self.global_step)
         saver.close()
 
-    def _first_item(self, steps: Steps, first: Step) -> Step | None:
-        """Return the first step to train on: a later one in a resumed training."""
-        number = self._position.num_steps
+    def _skip_steps(self, steps: Steps, first: Step) -> Step | None:
+        """Skip the steps of a training that this one resumes; return the next step."""
+        num_skipped = self._position.num_steps
         self._position.num_steps = 0
-        is_resumed = number and not self.model.is_asynchronous
+        is_resumed = num_skipped and not self.model.is_asynchronous
         if is_resumed and self.config.restore_input:
-            rest = itertools.islice(steps, number - 1, None)  # `first` is read already.
-            item = next(rest, None)
+            # `first`, one of the steps to skip, is already read.
+            step = next(itertools.islice(steps, num_skipped - 1, None), None)
             _logger.warning(
                 "Estimator.train: the last training was interrupted after %d steps of "
                 "its input. Training skips these steps%s. To restart the input, give "
                 "RunConfig(restore_input=False).",
-                number,
-                ", and no step is left" if item is None else "",
+                num_skipped,
+                ", and no step is left" if step is None else "",
             )
-            self._position.num_steps = number
-            return item
+            self._position.num_steps = num_skipped
+            return step
         return first
 
     def _loop(
-        self, steps: Steps, item: Step | None, saver: Saver, last: int | None
+        self, steps: Steps, step: Step | None, saver: Saver, last: int | None
     ) -> None:
         timer = None
         if self.config.log_step_count_steps is not None:
             timer = Interval(self.config.log_step_count_steps, None, "RunConfig")
         losses: collections.deque[rx.PerReplica] = collections.deque()
-        while item is not None:
-            losses.append(self.run_step(*item)["loss"])
+        while step is not None:
+            losses.append(self.run_step(*step)["loss"])
             if len(losses) > _MAX_IN_FLIGHT:
                 jax.block_until_ready(losses.popleft())
             if timer is not None and timer.is_due(self.global_step):
@@ -206,17 +206,17 @@ class Training(Loop):
             is_last = last is not None and self.global_step >= last
             if is_last or self._save_if_due(saver, losses[-1]):
                 break
-            item = next(steps, None)
+            step = next(steps, None)
         if losses:
             require_finite(first_replica(losses[-1]), self.global_step)
 
-    def _log(self, loss: rx.PerReplica, passed: tuple[int, float] | None) -> None:
+    def _log(self, loss: rx.PerReplica, elapsed: tuple[int, float] | None) -> None:
         """Log loss and speed, given the steps and seconds since the last log line."""
         value, step = first_replica(loss), self.global_step
         require_finite(value, step)
         speed = ""
-        if passed is not None:
-            speed = f", {passed[0] / max(passed[1], 1e-9):.4g} steps/s"
+        if elapsed is not None:
+            speed = f", {elapsed[0] / max(elapsed[1], 1e-9):.4g} steps/s"
         _logger.info("loss = %.8g, step = %d%s", value, step, speed)
 
     def _step(self, features: Features, labels: Labels) -> dict[str, rx.PerReplica]:
@@ -233,20 +233,20 @@ class Training(Loop):
     def _save_if_due(self, saver: Saver, loss: rx.PerReplica) -> bool:
         """Save if the interval has passed; return whether to stop."""
         workers = self.model.strategy.workers
-        due, stops = saver.interval.is_due(self.global_step), self.stops
+        due, stop = saver.interval.is_due(self.global_step), self.stop_requested
         if workers.count > 1:
             # Clocks and hooks of workers may differ: the workers decide together.
             if self._position.num_steps % _AGREE_EVERY == 0:
-                answers = workers.exchange("replicax_estimator.agree", [due, stops])
-                due, stops = answers[0][0], any(stop for _, stop in answers)
+                answers = workers.exchange("replicax_estimator.agree", [due, stop])
+                due, stop = answers[0][0], any(x for _, x in answers)
             else:
                 due = due and self.config.save_checkpoints_steps is not None
-                stops = False
-        if due and not stops:
+                stop = False
+        if due and not stop:
             require_finite(first_replica(loss), self.global_step)
             self._save(saver, wait=bool(self.listeners))
-            stops = self.stops and workers.count == 1
-        return stops
+            stop = self.stop_requested and workers.count == 1
+        return stop
 
     def _save(self, saver: Saver, *, wait: bool) -> None:
         for listener in self.listeners:
@@ -255,4 +255,4 @@ class Training(Loop):
             return
         for listener in self.listeners:
             if listener.after_save(self, self.global_step):
-                self.stops = True
+                self.stop_requested = True

@@ -1,7 +1,6 @@
 """`train_and_evaluate`: trains and evaluates in one process or in a cluster's tasks."""
 
 import dataclasses
-import functools
 import logging
 import os
 import time
@@ -25,7 +24,7 @@ from replicax_estimator.types import InputFunction
 __all__ = ["EvalSpec", "TrainSpec", "train_and_evaluate"]
 
 _POLL_SECONDS = 0.5
-_LAMBDA = "Write lambda: dataset."
+_INPUT_FN_REMEDY = "Write input_fn=lambda: dataset."
 
 _logger = logging.getLogger("replicax")
 
@@ -52,7 +51,7 @@ class TrainSpec:
     saving_listeners: Sequence[CheckpointSaverListener] | None = ()
 
     def __post_init__(self) -> None:
-        require_callable(self.input_fn, "TrainSpec: input_fn", _LAMBDA)
+        require_callable(self.input_fn, "TrainSpec: input_fn", _INPUT_FN_REMEDY)
         require_count(self.max_steps, "TrainSpec: max_steps", or_none=True)
 
 
@@ -89,7 +88,7 @@ class EvalSpec:
     timeouts: rx.Timeouts = dataclasses.field(default_factory=rx.Timeouts)
 
     def __post_init__(self) -> None:
-        require_callable(self.input_fn, "EvalSpec: input_fn", _LAMBDA)
+        require_callable(self.input_fn, "EvalSpec: input_fn", _INPUT_FN_REMEDY)
         require_count(self.steps, "EvalSpec: steps", or_none=True)
         names = [exporter.name for exporter in _exporters(self)]
         if len(set(names)) < len(names):
@@ -130,14 +129,9 @@ def train_and_evaluate(
     cluster = config.cluster_spec
     evaluation = _Evaluations(estimator, train_spec, eval_spec)
     listeners = [*(train_spec.saving_listeners or ())]
-    train = functools.partial(
-        estimator.train,
-        train_spec.input_fn,
-        train_spec.hooks,
-        max_steps=train_spec.max_steps,
-    )
+    arguments = (train_spec.input_fn, train_spec.hooks, None, train_spec.max_steps)
     if sum(map(cluster.num_tasks, cluster.jobs)) <= 1:
-        train(saving_listeners=[*listeners, evaluation])
+        estimator.train(*arguments, [*listeners, evaluation])
         if evaluation.results is None:  # There was nothing left to train.
             evaluation.end(None, 0)
         return evaluation.results, evaluation.exports
@@ -150,7 +144,7 @@ def train_and_evaluate(
             "train_and_evaluate: the cluster has no evaluator task, so nothing is "
             "evaluated. Add such a task, or call evaluate when training has ended."
         )
-    train(saving_listeners=listeners)
+    estimator.train(*arguments, listeners)
     return None
 
 
@@ -168,10 +162,10 @@ class _Evaluations(CheckpointSaverListener):
         self._last_time: float | None = None
 
     def after_save(self, session: HookSession, global_step_value: int) -> None:
-        """Evaluate if `throttle_secs` have passed and `end` will not evaluate."""
+        """Evaluate if `throttle_secs` have passed; after the last save, `end` does."""
         elapsed = time.monotonic() - (self._last_time or 0.0)
         is_due = self._last_time is None or elapsed >= self._spec.throttle_secs
-        if is_due and not session.is_over:
+        if is_due and not session.has_ended:
             self._evaluate(None, is_final=False)
 
     def end(self, session: HookSession | None, global_step_value: int) -> None:

@@ -16,13 +16,7 @@ from replicax_estimator.run_config import RunConfig
 from replicax_estimator.spec import EstimatorSpec, ModeKeys
 from replicax_estimator.types import Features, InputFunction, Labels, Preprocess
 
-__all__ = [
-    "InputPipeline",
-    "ModelFunction",
-    "Step",
-    "Steps",
-    "accepted_arguments",
-]
+__all__ = ["InputPipeline", "ModelFunction", "Step", "Steps", "accepted_arguments"]
 
 Step: TypeAlias = tuple[Features, Labels]
 """Features and labels of a step, whose leaves are `PerReplica`."""
@@ -48,14 +42,14 @@ class ModelFunction:
         self.params = dict(params)
         self._model_fn = model_fn
         self._config = config
-        offered = ("labels", "mode", "params", "config")
+        available = ("labels", "mode", "params", "config")
         self._accepted = accepted_arguments(
-            model_fn, "model_fn", offered, required=("features",)
+            model_fn, "model_fn", available, required=("features",)
         )
         if params and "params" not in self._accepted:
             raise ValueError(
                 f"Estimator: got params={dict(params)!r}, but model_fn has no argument "
-                "of that name."
+                "`params`. Add it, or remove the params."
             )
 
     def __call__(
@@ -64,12 +58,14 @@ class ModelFunction:
         """Call the function for one replica's batch, and check its spec."""
         arguments = {"labels": labels, "mode": mode, "config": self._config}
         arguments["params"] = dict(self.params)
-        accepted = {name: arguments[name] for name in self._accepted}
-        if "labels" not in accepted and labels is not None:
+        if "labels" not in self._accepted and labels is not None:
             raise ValueError(
-                "Estimator: the input has labels; model_fn has no argument `labels`."
+                "Estimator: the input has labels, but model_fn has no argument "
+                "`labels`. Add it, or return only features from the input_fn."
             )
-        spec = self._model_fn(features, **accepted)
+        spec = self._model_fn(
+            features, **{name: arguments[name] for name in self._accepted}
+        )
         what = "Estimator: the result of model_fn"
         require_instance(spec, EstimatorSpec, what)
         if spec.mode != mode:
@@ -147,16 +143,16 @@ class InputPipeline:
 def _group(
     batches: Iterable[tuple[Features, Labels]], num_replicas: int
 ) -> Generator[Step]:
-    """Yield steps of up to `num_replicas` batches of equal shapes.
+    """Yield steps of `num_replicas` batches of equal shapes.
 
-    Before a change of shapes and at the end, a step may have fewer batches: the other
-    replicas compute on copies, whose results are ignored.
+    The last step before a change of shapes or the end may lack batches: the replicas
+    without a batch compute on a copy of the last one, and their results are ignored.
     """
     rows = (rx.input.split_global_batch(batch, 1).batch for batch in batches)
-    if num_replicas > 1:  # A dataset may reuse the arrays of a batch.
+    if num_replicas > 1:  # Copy: a dataset may reuse the arrays of a batch.
         rows = (jax.tree.map(np.array, batch) for batch in rows)
-    for _, alike in itertools.groupby(rows, _shapes):
-        while step := list(itertools.islice(alike, num_replicas)):
+    for _, group in itertools.groupby(rows, _shapes):
+        while step := list(itertools.islice(group, num_replicas)):
             num_active = len(step) if len(step) < num_replicas else None
             step += step[-1:] * (num_replicas - len(step))
             yield jax.tree.map(
@@ -175,13 +171,13 @@ def _is_array(value: object) -> bool:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Convert a list of arrays, which as in TF is several arrays, to a tuple."""
-    is_several = isinstance(value, list) and all(_is_array(x) for x in value)
-    return tuple(value) if is_several else value
+    """Convert a list of arrays to a tuple: as in TF, it is not stacked to one array."""
+    has_arrays = isinstance(value, list) and all(_is_array(x) for x in value)
+    return tuple(value) if has_arrays else value
 
 
 def _arrays(value: Any) -> Any:
-    """Convert lists of numbers or strings to arrays, also in dicts and tuples."""
+    """Convert numbers, strings and lists of these to arrays, also in dicts, tuples."""
     if isinstance(value, dict):
         return {name: _arrays(x) for name, x in value.items()}
     if isinstance(value, tuple):
@@ -195,28 +191,27 @@ def _arrays(value: Any) -> Any:
 def accepted_arguments(
     fn: Callable[..., object],
     name: str,
-    offered: Sequence[str],
+    available: Sequence[str],
     required: Sequence[str] = (),
 ) -> set[str]:
-    """Select the `offered` arguments that a function has in its signature.
+    """Select the `available` arguments that a function has in its signature.
 
     A function with `**kwargs` accepts all, except those that `functools.partial` has
     bound. ValueError: The function requires another argument.
     """
-    bound = getattr(fn, "keywords", {})
     parameters = inspect.signature(fn).parameters.values()
     unknown = [
         p.name
         for p in parameters
         if p.default is p.empty
         and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and p.name not in (*required, *offered)
+        and p.name not in (*required, *available)
     ]
     if unknown:
         raise ValueError(
-            f"Estimator: {name} requires the arguments {unknown}; it can only have some"
-            f" of {[*required, *offered]}."
+            f"Estimator: {name} requires the arguments {unknown}, but gets only "
+            f"{[*required, *available]}. Bind the others with functools.partial."
         )
     accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = set(offered) if accepts_all else {p.name for p in parameters}
-    return (names & set(offered)) - set(bound)
+    names = set(available) if accepts_all else {p.name for p in parameters}
+    return (names & set(available)) - set(getattr(fn, "keywords", {}))

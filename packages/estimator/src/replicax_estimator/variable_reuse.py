@@ -49,9 +49,9 @@ class VariableStore:
 
 
 class _ReuseScope(keras.StatelessScope):
-    """The scope of one call, which reads and writes the original variables.
+    """The scope of one call of the function, which replaces variables by originals.
 
-    `_outside` is the scope around the call, with the values of the variables.
+    The scope around the call, `_outer`, has the values of the original variables.
     """
 
     def __init__(self, store: VariableStore, *, is_first: bool, writes: bool) -> None:
@@ -61,10 +61,10 @@ class _ReuseScope(keras.StatelessScope):
         self._store = store
         self._created: list[keras.Variable] = []  # Keeps ids unique.
         self._originals = {id(variable): variable for variable in store.others}
-        self._outside: Any = None
+        self._outer: Any = None
 
     def __enter__(self) -> "_ReuseScope":
-        self._outside = current_scope()
+        self._outer = current_scope()
         super().__enter__()
         return self
 
@@ -77,11 +77,11 @@ class _ReuseScope(keras.StatelessScope):
             self._originals[id(variable)] = variable
             return True
         if number >= len(store.variables):
-            raise self._differs(f"one more: {_described(variable)}")
+            raise self._difference(f"one more: {_description(variable)}")
         original = store.variables[number]
-        if _described(variable) != _described(original):
-            raise self._differs(
-                f"{_described(variable)} in place of {_described(original)}"
+        if _description(variable) != _description(original):
+            raise self._difference(
+                f"{_description(variable)} in place of {_description(original)}"
             )
         self._originals[id(variable)] = original
         return False
@@ -91,17 +91,17 @@ class _ReuseScope(keras.StatelessScope):
         number = len(self._created)
         if number < len(self._store.variables):
             missing = self._store.variables[number]
-            raise self._differs(f"none in place of {_described(missing)}")
+            raise self._difference(f"none in place of {_description(missing)}")
 
     def get_current_value(self, variable: keras.Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
-        return self._outside.get_current_value(self._original(variable))
+        return self._outer.get_current_value(self._original(variable))
 
     def add_update(self, update: tuple[keras.Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
         variable, value = update
         if self._writes:
-            self._outside.add_update((self._original(variable), value))
+            self._outer.add_update((self._original(variable), value))
 
     def _original(self, variable: keras.Variable) -> keras.Variable:
         original = self._originals.get(id(variable))
@@ -114,12 +114,12 @@ class _ReuseScope(keras.StatelessScope):
             )
         return original
 
-    def _differs(self, what: str) -> rx.ContextError:
+    def _difference(self, what: str) -> rx.ContextError:
         return rx.ContextError(
             f"{self._store.caller}: made other variables than in its first call: "
             f"{what}. Each call must make the same layers, in the same order."
         )
 
 
-def _described(variable: keras.Variable) -> str:
+def _description(variable: keras.Variable) -> str:
     return f"{variable.path!r} {variable.dtype}{list(variable.shape)}"

@@ -103,5 +103,5 @@ def test_wrong_features() -> None:
     column = fc.crossed_column(["x", "y"], 10)
     with pytest.raises(ValueError, match=r"same number of rows; got \[1, 2\]"):
         ids(column, {"x": ["a"], "y": ["a", "b"]})
-    with pytest.raises(TypeError, match="strings, or integers .* got dtype float64"):
+    with pytest.raises(TypeError, match=r"strings, or integers .* got dtype float64"):
         ids(column, {"x": [0.5], "y": ["a"]})

@@ -201,10 +201,7 @@ def test_mixed_precision_does_not_touch_boundaries() -> None:
     [
         (lambda: fc.DenseFeatures([]), "one or more feature columns"),
         (lambda: fc.DenseFeatures([TAGS]), "indicator_column or embedding_column"),
-        (
-            lambda: fc.DenseFeatures([AGE, AGE]),
-            "names; got .'age', 'age'",
-        ),
+        (lambda: fc.DenseFeatures([AGE, AGE]), "names; got .'age', 'age'"),
         (lambda: fc.LinearModel([AGE], units=0), "units must be an integer"),
         (lambda: fc.LinearModel([AGE], sparse_combiner="max"), "sparse_combiner must"),
     ],

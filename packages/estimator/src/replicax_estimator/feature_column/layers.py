@@ -227,9 +227,7 @@ class LinearModel(_ColumnsLayer):
 
 
 def input_layer(
-    features: RawFeatures,
-    feature_columns: Columns,
-    trainable: bool = True,
+    features: RawFeatures, feature_columns: Columns, trainable: bool = True
 ) -> jax.Array:
     """Concatenate dense columns (TF: `tf.compat.v1.feature_column.input_layer`).
 

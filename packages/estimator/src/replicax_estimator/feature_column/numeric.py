@@ -26,11 +26,7 @@ from replicax_estimator.feature_column.column import (
     SingleFeature,
     is_traced,
 )
-from replicax_estimator.feature_column.raw import (
-    dtype_name,
-    read_numbers,
-    rows_of,
-)
+from replicax_estimator.feature_column.raw import dtype_name, read_numbers, rows_of
 
 __all__ = [
     "BucketizedColumn",
