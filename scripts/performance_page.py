@@ -73,7 +73,6 @@ def pictures() -> list[str]:
         f"step_time_{layout}.png": f"Step times: {title}"
         for layout, title in LAYOUTS.items()
     }
-    titles["scaling.png"] = "From one process to two"
     return [
         line
         for name, title in titles.items()

@@ -47,7 +47,10 @@ def bench(
             f"the others {cases_of('one')}."
         ),
     ] = "one,logical,processes",
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 7,
+    starts: Annotated[int, typer.Option(min=1, help="Starts of each entry.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Measurements of each after a start.")
+    ] = 3,
     seconds: Annotated[
         float, typer.Option(min=0.01, help="About how long one measurement takes.")
     ] = 1.0,
@@ -109,6 +112,7 @@ def bench(
                 case,
                 layout,
                 pythons[layout == "gpu"],
+                starts=starts,
                 rounds=rounds,
                 seconds=seconds,
                 limit_seconds=limit_seconds,

@@ -30,9 +30,9 @@ class Entry:
         processes: Number of processes, each on a core of its own if there are several.
         devices: Logical devices of each process.
         cores: Cores of each process; None: all.
-        batches: The global batch in multiples of the case's.
         keras: Major version of Keras, for TensorFlow.
         shard_update: Whether replicax' replicas divide the optimizer's update.
+        tuned: Whether replicax may change malloc and threads of the process.
         accelerated: Whether it is trained as one does on a GPU, and on one.
     """
 
@@ -43,15 +43,16 @@ class Entry:
     processes: int = 1
     devices: int = 1
     cores: int | None = None
-    batches: int = 1
     keras: int = 3
     shard_update: bool = False
+    tuned: bool = False
     accelerated: bool = False
 
 
 _JAX = Entry("bare JAX", "jax_peer.py", "here")
 _RUN = Entry("replicax run", "replicax_peer.py", "here")
 _FIT = Entry("replicax fit", "replicax_peer.py", "here", loop="fit")
+_TUNED = replace(_FIT, name=f"{_FIT.name}, tuned", tuned=True)
 _KERAS = Entry("Keras fit", "keras_peer.py", "here", loop="fit")
 _TF_FIT = Entry("TF fit, tf_keras", "tf_peer.py", "tensorflow", loop="fit", keras=2)
 _TF_RUN = Entry("TF run, tf_keras", "tf_peer.py", "tensorflow", keras=2)
@@ -65,7 +66,7 @@ def _with_steps(entry: Entry, count: int) -> Entry:
 
 def cases_of(layout: Layout) -> str:
     """The letters of the cases that a layout has."""
-    return "gh" if layout == "gpu" else "abcdef"
+    return "gh" if layout == "gpu" else "abcdefij"
 
 
 def entries_of(case: str, layout: Layout) -> Sequence[Entry]:
@@ -76,7 +77,7 @@ def entries_of(case: str, layout: Layout) -> Sequence[Entry]:
         layout: The layout.
     """
     if layout == "one":
-        entries = [_JAX, _RUN, _FIT, _KERAS, _TF_FIT, _TF_FIT3, _TORCH]
+        entries = [_JAX, _RUN, _FIT, _TUNED, _KERAS, _TF_FIT, _TF_FIT3, _TORCH]
         if case == "f":
             entries += [_with_steps(entry, 32) for entry in (_JAX, _FIT, _KERAS)]
         return entries
@@ -85,18 +86,11 @@ def entries_of(case: str, layout: Layout) -> Sequence[Entry]:
         return [replace(entry, accelerated=True) for entry in entries]
     if layout == "logical":
         keras = replace(_KERAS, name="Keras DataParallel fit")
-        several = [_JAX, _RUN, _FIT, keras, _TF_FIT, _TF_RUN, _TF_FIT3]
+        several = [_JAX, _RUN, _FIT, _TUNED, keras, _TF_FIT, _TF_RUN, _TF_FIT3]
         if case in "ae":
             name = f"{_FIT.name}, shard_update"
             several.append(replace(_FIT, name=name, shard_update=True))
         return [replace(entry, devices=2) for entry in several]
-    several = [_JAX, _RUN, _FIT, replace(_TORCH, name="torch DDP"), _TF_FIT, _TF_RUN]
-    pairs = [replace(entry, processes=2, cores=1) for entry in several]
-    double = "twice the batch"
-    return [
-        *pairs,
-        replace(_FIT, name="replicax fit, 1 process", cores=1),
-        replace(pairs[2], name=f"replicax fit, {double}", batches=2),
-        replace(_TORCH, name="torch, 1 process", cores=1),
-        replace(pairs[3], name=f"torch DDP, {double}", batches=2),
-    ]
+    ddp = replace(_TORCH, name="torch DDP")
+    several = [_JAX, _RUN, _FIT, _TUNED, ddp, _TF_FIT, _TF_RUN]
+    return [replace(entry, processes=2, cores=1) for entry in several]

@@ -261,7 +261,7 @@ def _environment(entry: Entry, case: str, batch: int, tiny: bool) -> dict[str, s
         # Every first step compiles.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "REPLICAX_COMPILATION_CACHE": "off",
-        "REPLICAX_CPU": "tuned",
+        "REPLICAX_CPU": "tuned" if entry.tuned else "on",
     }
     if entry.accelerated and not tiny:
         environment |= _on_gpu()

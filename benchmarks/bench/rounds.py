@@ -15,6 +15,7 @@ from replicax._util.environment import usable_cores
 
 __all__ = ["measure"]
 
+_Result = dict[str, Any]
 _FIRST_STEPS = 3  # Done one by one; their losses are compared.
 
 
@@ -23,6 +24,7 @@ def measure(
     layout: Layout,
     pythons: Mapping[str, str],
     *,
+    starts: int,
     rounds: int,
     seconds: float,
     limit_seconds: float,
@@ -34,13 +36,14 @@ def measure(
 
     Every entry's processes are started and stay; in each round each of them trains so
     many steps while the others wait. The steps before the first round, which compile,
-    do not count.
+    do not count. Then all are started again, since processes of one program differ.
 
     Args:
         case: The case's letter.
         layout: The layout.
         pythons: The Python of each environment that there is.
-        rounds: How often each is measured.
+        starts: How often each is started.
+        rounds: How often each is measured after a start.
         seconds: About how long the reference is measured in a round.
         limit_seconds: For each answer.
         tell: Called with what happens.
@@ -49,63 +52,84 @@ def measure(
 
     Returns:
         What is written as JSON: `entries` by name with `seconds` of each round per
-        step, `cpu_seconds`, `losses` of the first steps, `first_step_seconds`,
-        `memory_bytes`, `device_bytes`; `left_out` with reasons; what a step does; and
-        what ran where.
+        step, `cpu_seconds`, `losses` of the first steps, and for each start
+        `first_step_seconds`, `memory_bytes` and `device_bytes`; `left_out` with
+        reasons; what a step does; and what ran where.
 
     Raises:
         PeerError: If the first of them, the reference, fails.
     """
-    entries = entries_of(case, layout)
     load = os.getloadavg()[0]
     work = case_of(case, tiny)
-    reference = entries[0].name
-    peers: dict[str, Peer] = {}
+    entries = entries_of(case, layout)
+    batch = work.batch * (_replicas(entries[0]) if work.batch_grows else 1)
+    steps = None
     left_out: dict[str, str] = {}
-    results: dict[str, dict[str, Any]] = {}
-    try:
-        for entry in entries:
-            python = pythons.get(entry.environment)
-            if python is None:
-                left_out[entry.name] = f"there is no environment {entry.environment}"
-            else:
-                peers[entry.name] = Peer(
-                    entry, python, case, _batch(work, entry), limit_seconds, tiny=tiny
-                )
-        tell(f"  starting {len(peers)} entries")
-        for name in list(peers):
-            _try(peers, left_out, name, Peer.wait_until_ready)
-        for name in list(peers):
-            tell(f"  {name}: first steps")
-            _try(peers, left_out, name, lambda p: _first_steps(p, results))
-        _require(reference, left_out)
-        steps = _steps_of(peers[reference], seconds)
-        for name in list(peers):
-            _try(peers, left_out, name, lambda p: p.train(steps))
-        for i in range(rounds):
-            tell(f"  round {i + 1} of {rounds}, {steps} steps each")
-            # Each round begins with another one: whoever follows a heavy one loses.
-            names = list(peers)
-            shift = i % len(names)
-            for name in names[shift:] + names[:shift]:
-                _try(peers, left_out, name, lambda p: _add(p, steps, results))
-            _require(reference, left_out)
-    finally:
-        for peer in peers.values():
-            peer.close()
+    results: dict[str, _Result] = {}
+    for start in range(starts):
+        tell(f"  start {start + 1} of {starts}")
+        peers: dict[str, Peer] = {}
+        try:
+            for entry in entries:
+                python = pythons.get(entry.environment)
+                if python is None:
+                    reason = f"there is no environment {entry.environment}"
+                    left_out[entry.name] = reason
+                elif entry.name not in left_out:
+                    peers[entry.name] = Peer(
+                        entry, python, case, batch, limit_seconds, tiny=tiny
+                    )
+            steps = _measure_start(
+                peers, left_out, results, rounds, seconds, steps, tell
+            )
+        finally:
+            for peer in peers.values():
+                peer.close()
     return {
         "case": case,
         "title": work.title,
         "layout": layout,
-        **_work_of(work, _batch(work, entries[0])),
+        **_work_of(work, batch),
         "steps": steps,
+        "starts": starts,
         "rounds": rounds,
-        "entries": {name: results[name] for name in peers},
+        "entries": {e.name: results[e.name] for e in entries if e.name not in left_out},
         "left_out": left_out,
         "machine": _machine(load, gpu),
         "versions": {name: versions_of(python) for name, python in pythons.items()},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def _measure_start(
+    peers: dict[str, Peer],
+    left_out: dict[str, str],
+    results: dict[str, _Result],
+    rounds: int,
+    seconds: float,
+    steps: int | None,
+    tell: Callable[[str], None],
+) -> int:
+    """Measure processes that have been started; the steps of a round, chosen once."""
+    reference = next(iter(peers))
+    for name in list(peers):
+        _try(peers, left_out, name, Peer.wait_until_ready)
+    for name in list(peers):
+        tell(f"  {name}: first steps")
+        _try(peers, left_out, name, lambda p: _first_steps(p, results))
+    _require(reference, left_out)
+    steps = steps or _steps_of(peers[reference], seconds)
+    for name in list(peers):
+        _try(peers, left_out, name, lambda p: p.train(steps))
+    for i in range(rounds):
+        tell(f"  round {i + 1} of {rounds}, {steps} steps each")
+        # Each round begins with another one: whoever follows a heavy one loses.
+        names = list(peers)
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            _try(peers, left_out, name, lambda p: _add(p, steps, results))
+        _require(reference, left_out)
+    return steps
 
 
 def _require(reference: str, left_out: Mapping[str, str]) -> None:
@@ -128,27 +152,31 @@ def _try(
         peers.pop(name).close()
 
 
-def _first_steps(peer: Peer, results: dict[str, dict[str, Any]]) -> None:
+def _first_steps(peer: Peer, results: dict[str, _Result]) -> None:
     answers = [peer.train(1) for _ in range(_FIRST_STEPS)]
-    results[peer.entry.name] = {
-        "first_step_seconds": answers[0].seconds,
-        "losses": [answer.loss for answer in answers],
-        "batch_ratio": peer.entry.batches,
-        "replicas": peer.entry.processes * peer.entry.devices,
-        "seconds": [],
-        "cpu_seconds": [],
-        "memory_bytes": 0.0,
-        "device_bytes": 0.0,
-    }
+    result = results.setdefault(
+        peer.entry.name,
+        {
+            "losses": [answer.loss for answer in answers],
+            "first_step_seconds": [],
+            "seconds": [],
+            "cpu_seconds": [],
+            "memory_bytes": [],
+            "device_bytes": [],
+        },
+    )
+    result["first_step_seconds"].append(answers[0].seconds)
+    for key in ("memory_bytes", "device_bytes"):
+        result[key].append(0.0)
 
 
-def _add(peer: Peer, steps: int, results: dict[str, dict[str, Any]]) -> None:
+def _add(peer: Peer, steps: int, results: dict[str, _Result]) -> None:
     answer = peer.train(steps)
     result = results[peer.entry.name]
     result["seconds"].append(answer.seconds)
     result["cpu_seconds"].append(answer.cpu_seconds)
-    result["memory_bytes"] = answer.peak_bytes - peer.resident_bytes
-    result["device_bytes"] = answer.device_bytes
+    result["memory_bytes"][-1] = answer.peak_bytes - peer.resident_bytes
+    result["device_bytes"][-1] = answer.device_bytes
 
 
 def _steps_of(peer: Peer, seconds: float) -> int:
@@ -162,10 +190,8 @@ def _steps_of(peer: Peer, seconds: float) -> int:
     return max(4, round(seconds / once))  # Calls of `fit` have a begin and an end.
 
 
-def _batch(case: Case, entry: Entry) -> int:
-    replicas = entry.processes * entry.devices
-    grows = replicas if case.batch_grows else 1
-    return case.batch * grows * entry.batches
+def _replicas(entry: Entry) -> int:
+    return entry.processes * entry.devices
 
 
 def _work_of(case: Case, batch: int) -> dict[str, Any]:

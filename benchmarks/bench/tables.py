@@ -9,7 +9,6 @@ from bench.entries import LAYOUTS, Layout
 from bench.targets import Figure, figures, ratio_of
 
 __all__ = [
-    "comparable",
     "disagreeing",
     "gpu_steps",
     "headline",
@@ -34,6 +33,8 @@ _MODELS = {
     "f": "tiny model",
     "g": "ResNet-50",
     "h": "transformer",
+    "i": "LSTM",
+    "j": "U-Net",
 }
 # Sums in another order, and Adam of another library, whose epsilon stands elsewhere.
 _LOSSES = {"float32": (1e-3, 2e-2), "bfloat16": (1e-2, 5e-2)}
@@ -75,24 +76,9 @@ def markdown(groups: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries with the reference's batch and number of replicas, by name."""
-    entries = group["entries"]
-    replicas = entries[_REFERENCE]["replicas"]
-    return {
-        name: entry
-        for name, entry in entries.items()
-        if entry["batch_ratio"] == 1 and entry["replicas"] == replicas
-    }
-
-
 def disagreeing(group: Mapping[str, Any]) -> dict[str, str]:
-    """Entries whose first losses are not the reference's, and how far they are off.
-
-    Those with another batch are not compared, nor those with another number of
-    replicas: batch normalisation takes the means of a replica's part.
-    """
-    entries = comparable(group)
+    """Entries whose first losses are not the reference's, and how far they are off."""
+    entries = group["entries"]
     expected = entries[_REFERENCE]["losses"]
     first, later = _LOSSES[group.get("dtype", "float32")]
     found = {}
@@ -146,11 +132,7 @@ def gpu_steps(groups: Sequence[Mapping[str, Any]]) -> list[str]:
         (group for group in groups if group["layout"] == "gpu"),
         key=lambda group: group["case"],
     )
-    names = [
-        name
-        for name, entry in chosen[0]["entries"].items()
-        if entry["batch_ratio"] == 1 and "steps" not in name
-    ]
+    names = [name for name in chosen[0]["entries"] if "steps" not in name]
     return _table(
         ["milliseconds a step", *names],
         [
@@ -179,17 +161,14 @@ def summary(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _summary(groups: Sequence[Mapping[str, Any]], layout: Layout) -> list[str]:
-    """A row for each entry that does the same work, a column for each case."""
+    """A row for each entry, a column for each case."""
     chosen = {
         group["case"]: group["entries"]
         for group in groups
         if group["layout"] == layout and _OURS in group["entries"]
     }
     names = dict.fromkeys(
-        name
-        for entries in chosen.values()
-        for name, entry in entries.items()
-        if name != _OURS and entry["batch_ratio"] == 1
+        name for entries in chosen.values() for name in entries if name != _OURS
     )
     if not chosen:
         return []
@@ -274,7 +253,7 @@ def _group_lines(group: Mapping[str, Any]) -> list[str]:
             "ms per step": f"{1000 * statistics.median(entry['seconds']):.4g}",
             "of bare JAX": _ratio(ratio_of(entry["seconds"], reference["seconds"])),
             **_throughput(group, entry),
-            "first step s": f"{entry['first_step_seconds']:.1f}",
+            "first step s": f"{_median(entry['first_step_seconds']):.1f}",
             **_memory(group, entry),
             "loss": f"{entry['losses'][-1]:.4f}",
         }
@@ -283,7 +262,7 @@ def _group_lines(group: Mapping[str, Any]) -> list[str]:
     lines = [
         f"### ({group['case']}) {group['title']}, global batch {group['batch']}",
         "",
-        f"{group['rounds']} rounds of {group['steps']} steps.",
+        f"{_rounds(group)} of {group['steps']} steps.",
         "",
         *_table(list(rows[0]), [list(row.values()) for row in rows]),
     ]
@@ -292,6 +271,17 @@ def _group_lines(group: Mapping[str, Any]) -> list[str]:
     for name, reason in group["left_out"].items():
         lines += ["", f"Left out: {name} ({reason})"]
     return lines
+
+
+def _rounds(group: Mapping[str, Any]) -> str:
+    rounds = f"{group['rounds']} rounds"
+    starts = group.get("starts", 1)
+    return rounds if starts == 1 else f"{starts} starts with {rounds} each"
+
+
+def _median(values: float | Sequence[float]) -> float:
+    """Of one value a start; of the one value in files with one start."""
+    return statistics.median(values if isinstance(values, list) else [values])
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -317,5 +307,5 @@ def _throughput(group: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str,
 
 def _memory(group: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, str]:
     if group["layout"] == "gpu":
-        return {"GPU memory MB": f"{entry['device_bytes'] / 1e6:.0f}"}
-    return {"memory MB": f"{entry['memory_bytes'] / 1e6:.0f}"}
+        return {"GPU memory MB": f"{_median(entry['device_bytes']) / 1e6:.0f}"}
+    return {"memory MB": f"{_median(entry['memory_bytes']) / 1e6:.0f}"}

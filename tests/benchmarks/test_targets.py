@@ -7,17 +7,13 @@ from bench.tables import disagreeing, headline, markdown
 from bench.targets import TARGETS, figures, ratio_of
 
 
-def entry(
-    *seconds, losses=(2.0, 1.5, 1.0), first=1.0, memory=1e8, batches=1, replicas=2
-):
+def entry(*seconds, losses=(2.0, 1.5, 1.0), first=1.0, memory=1e8):
     return {
         "seconds": list(seconds),
         "cpu_seconds": list(seconds),
         "losses": list(losses),
         "first_step_seconds": first,
         "memory_bytes": memory,
-        "batch_ratio": batches,
-        "replicas": replicas,
     }
 
 
@@ -69,25 +65,6 @@ def test_a_target_is_measured_against_the_fastest_of_several() -> None:
     assert not any(f.is_met for f in beside_tf)  # 1.5 in this case.
 
 
-def test_twice_the_batch_counts_examples() -> None:
-    found = figures(
-        [
-            group(
-                {
-                    "bare JAX": entry(1.0),
-                    "replicax fit, 1 process": entry(1.0),
-                    "replicax fit, twice the batch": entry(1.0, batches=2),
-                },
-                "c",
-                "processes",
-            )
-        ]
-    )
-    (figure,) = [f for f in found if "twice" in f.target.title]
-    assert figure.ratio[0] == 2.0
-    assert figure.is_met
-
-
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.title} {t.layout}")
 def test_entries_of_targets_exist(target) -> None:
     """A renamed entry would leave its target out without a word."""
@@ -107,8 +84,6 @@ def test_losses_that_differ_are_named() -> None:
             "later": entry(1.0, losses=(2.0, 1.6, 1.0)),
             "first": entry(1.0, losses=(2.1, 1.5, 1.0)),
             "invalid": entry(1.0, losses=(float("nan"),) * 3),
-            "double": entry(1.0, losses=(3.0, 3.0, 3.0), batches=2),
-            "alone": entry(1.0, losses=(2.1, 1.6, 1.1), replicas=1),
         }
     )
     assert set(disagreeing(measured)) == {"later", "first", "invalid"}
@@ -135,9 +110,8 @@ def test_the_page_names_what_was_left_out_and_what_was_missed() -> None:
 
 def test_pictures_of_all_layouts(tmp_path) -> None:
     names = ("bare JAX", "replicax fit", "torch DDP")
-    more = ("replicax fit, 1 process", "replicax fit, twice the batch")
     groups = [
-        group({n: entry(1.0, 1.1, 1.3) for n in names + more}, layout=layout)
+        group({n: entry(1.0, 1.1, 1.3) for n in names}, layout=layout)
         for layout in ("one", "logical", "processes", "gpu")
     ]
     files = draw(groups, tmp_path)
@@ -146,7 +120,6 @@ def test_pictures_of_all_layouts(tmp_path) -> None:
         "step_time_logical.png",
         "step_time_processes.png",
         "step_time_gpu.png",
-        "scaling.png",
     ]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
@@ -159,7 +132,6 @@ def test_the_page_begins_with_ratios_to_ours() -> None:
                     "bare JAX": entry(1.0, 1.0, 1.0),
                     "replicax fit": entry(2.0, 2.0, 2.0),
                     "torch": entry(5.0, 5.0, 6.0),
-                    "replicax fit, twice the batch": entry(3.0, 3.0, 3.0, batches=2),
                 },
                 case=case,
                 layout="one",
@@ -171,17 +143,16 @@ def test_the_page_begins_with_ratios_to_ours() -> None:
     assert "| one device with all cores | (a) | (b) |" in short
     assert "| bare JAX | 0.50 | 0.50 |" in short
     assert "| torch | 2.50 | 2.50 |" in short
-    assert "twice" not in short
 
 
 def gpu_group(gpu):
     """One step takes the bare program 10 ms, and those after it longer."""
     measured = group(
         {
-            "bare JAX": entry(0.010, 0.010, replicas=1),
-            "replicax run": entry(0.010, 0.010, replicas=1),
-            "replicax fit": entry(0.0105, 0.0105, replicas=1),
-            "torch": entry(0.020, 0.020, losses=(2.01, 1.5, 1.0), replicas=1),
+            "bare JAX": entry(0.010, 0.010),
+            "replicax run": entry(0.010, 0.010),
+            "replicax fit": entry(0.0105, 0.0105),
+            "torch": entry(0.020, 0.020, losses=(2.01, 1.5, 1.0)),
         },
         "g",
         "gpu",

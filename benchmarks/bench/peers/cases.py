@@ -28,7 +28,7 @@ class Case:
         num_classes: Classes of a label; 0: labels are numbers.
         learning_rate: The optimizer's.
         batch_grows: Whether each replica has `batch` examples, not all of them.
-        depths: Blocks of each stage; of models that come in several sizes.
+        depths: Blocks or layers of each stage; of models that come in several sizes.
         width: Of the first stage.
         heads: Of attention.
         momentum: If it is not 0, SGD with it trains the model, else Adam.
@@ -91,6 +91,8 @@ class Case:
             x = rng.integers(0, 256, shape, "uint8")
             return x, rng.integers(0, self.num_classes, len(x)).astype("int32")
         x = rng.normal(size=shape).astype("float32")
+        if self.model == "unet":  # A class for each pixel.
+            return x, rng.integers(0, self.num_classes, x.shape[:3]).astype("int32")
         if not self.num_classes:
             y = x[:, :1] - 2 * x[:, 1:2] + rng.normal(size=(len(x), 1))
             return x, y.astype("float32")
@@ -146,6 +148,26 @@ CASES = {
             width=1024,
             heads=16,
             dtype="bfloat16",
+        ),
+        Case(
+            "i",
+            "lstm",
+            "LSTM, 2 layers of 128, 64 steps",
+            32,
+            (64, 32),
+            10,
+            depths=(2,),
+            width=128,
+        ),
+        Case(
+            "j",
+            "unet",
+            "U-Net, 64 px",
+            8,
+            (64, 64, 3),
+            4,
+            depths=(2, 2, 2),
+            width=32,
         ),
     )
 }

@@ -303,6 +303,67 @@ def _tiny(params: Weights, stats: Weights, x: jax.Array) -> tuple[jax.Array, Wei
     return _dense(params, "output", x), stats
 
 
+def _lstm(case: Case) -> "Model":
+    def layer(params: Weights, name: str, x: jax.Array) -> jax.Array:
+        """The output of each time step, time first."""
+        kernel = params[f"{name}/kernel"]
+        recurrent = params[f"{name}/recurrent_kernel"]
+
+        def cell(
+            state: tuple[jax.Array, jax.Array], x: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            h, c = state
+            z = x @ kernel + h @ recurrent + params[f"{name}/bias"]
+            i, f, candidate, o = jnp.split(z, 4, axis=1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(candidate)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        zeros = jnp.zeros_like(x, shape=(x.shape[1], case.width))
+        return lax.scan(cell, (zeros, zeros), x)[1]
+
+    def model(
+        params: Weights, stats: Weights, x: jax.Array
+    ) -> tuple[jax.Array, Weights]:
+        x = jnp.swapaxes(x, 0, 1)
+        for i in range(case.depths[0]):
+            x = layer(params, f"lstm_{i}", x)
+        return _dense(params, "output", x[-1]), stats
+
+    return model
+
+
+def _unet(case: Case) -> "Model":
+    def block(params: Weights, x: jax.Array, depth: int, name: str) -> jax.Array:
+        for i in range(depth):
+            x = jax.nn.relu(_convolution(params, f"{name}_conv_{i}", x))
+        return x
+
+    def model(
+        params: Weights, stats: Weights, x: jax.Array
+    ) -> tuple[jax.Array, Weights]:
+        skipped = []
+        for stage, depth in enumerate(case.depths):
+            if stage:
+                skipped.append(x)
+                x = _max_pool(x, 2, "VALID")
+            x = block(params, x, depth, f"down_{stage}")
+        for stage, depth in reversed(list(enumerate(case.depths[:-1]))):
+            x = lax.conv_transpose(
+                x,
+                params[f"up_{stage}/kernel"],
+                (2, 2),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                transpose_kernel=True,
+            )
+            x = jnp.concatenate([x + params[f"up_{stage}/bias"], skipped[stage]], -1)
+            x = block(params, x, depth, f"up_{stage}")
+        return _convolution(params, "output", x), stats
+
+    return model
+
+
 Model = Callable[[Weights, Weights, jax.Array], tuple[jax.Array, Weights]]
 
 MODELS: dict[str, Callable[[Case], Model]] = {
@@ -313,6 +374,8 @@ MODELS: dict[str, Callable[[Case], Model]] = {
     "mobilenet": lambda case: _mobilenet,
     "transformer": _transformer,
     "tiny": lambda case: _tiny,
+    "lstm": _lstm,
+    "unet": _unet,
 }
 """Of a case: functions of parameters, moving statistics and inputs, in training."""
 
@@ -439,6 +502,38 @@ def _tiny_shapes(case: Case) -> _Shapes:
     )
 
 
+def _lstm_shapes(case: Case) -> _Shapes:
+    shapes = _dense_shapes({"output": (case.width, case.num_classes)})
+    inputs = case.input_shape[-1]
+    for i in range(case.depths[0]):
+        shapes[f"lstm_{i}/kernel"] = (inputs, 4 * case.width)
+        shapes[f"lstm_{i}/recurrent_kernel"] = (case.width, 4 * case.width)
+        shapes[f"lstm_{i}/bias"] = (4 * case.width,)
+        inputs = case.width
+    return shapes
+
+
+def _unet_shapes(case: Case) -> _Shapes:
+    kernels = {"output": (1, 1, case.width, case.num_classes)}
+    shapes: _Shapes = {}
+    inputs = case.input_shape[-1]
+    stages = list(enumerate(case.depths))
+    for stage, depth in stages + stages[-2::-1]:
+        filters = case.width << stage
+        name = f"down_{stage}"
+        if inputs > filters:  # Back up: a transposed kernel has its outputs first.
+            name = f"up_{stage}"
+            shapes |= {f"{name}/kernel": (3, 3, filters, inputs)}
+            shapes |= {f"{name}/bias": (filters,)}
+            inputs = 2 * filters
+        for i in range(depth):
+            kernels[f"{name}_conv_{i}"] = (3, 3, inputs, filters)
+            inputs = filters
+    for name, kernel in kernels.items():
+        shapes |= {f"{name}/kernel": kernel, f"{name}/bias": kernel[-1:]}
+    return shapes
+
+
 _SHAPES: dict[str, Callable[[Case], _Shapes]] = {
     "mlp": _mlp_shapes,
     "cnn": _cnn_shapes,
@@ -447,4 +542,6 @@ _SHAPES: dict[str, Callable[[Case], _Shapes]] = {
     "mobilenet": _mobilenet_shapes,
     "transformer": _transformer_shapes,
     "tiny": _tiny_shapes,
+    "lstm": _lstm_shapes,
+    "unet": _unet_shapes,
 }

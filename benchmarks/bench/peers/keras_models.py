@@ -1,5 +1,6 @@
 """The models in Keras: Keras 3 on JAX or TensorFlow, or tf_keras."""
 
+import re
 from typing import Any
 
 from cases import Case, bottlenecks, initial
@@ -42,6 +43,7 @@ def _named_weights(layer: Any) -> list[tuple[Any, str]]:
         getattr(w, "path", w.name).split(":")[0].replace("depthwise_kernel", "kernel")
         for w in layer.weights
     ]
+    names = [re.sub(r"lstm_cell(_\d+)?/", "", name) for name in names]
     return [
         (weight, name[name.index(layer.name) :])
         for weight, name in zip(layer.weights, names, strict=True)
@@ -175,6 +177,49 @@ def _transformer(keras: Any, case: Case) -> Any:
     return keras.Model(inputs, layers.Dense(case.num_classes, name="output")(x))
 
 
+def _lstm(keras: Any, case: Case) -> Any:
+    (depth,) = case.depths
+    return keras.Sequential(
+        [
+            keras.Input(case.input_shape),
+            *(
+                keras.layers.LSTM(
+                    case.width, return_sequences=i < depth - 1, name=f"lstm_{i}"
+                )
+                for i in range(depth)
+            ),
+            keras.layers.Dense(case.num_classes, name="output"),
+        ]
+    )
+
+
+def _unet(keras: Any, case: Case) -> Any:
+    layers = keras.layers
+
+    def block(x: Any, filters: int, depth: int, name: str) -> Any:
+        for i in range(depth):
+            x = layers.Conv2D(
+                filters, 3, padding="same", activation="relu", name=f"{name}_conv_{i}"
+            )(x)
+        return x
+
+    x = inputs = keras.Input(case.input_shape)
+    skipped = []
+    for stage, depth in enumerate(case.depths):
+        if stage:
+            skipped.append(x)
+            x = layers.MaxPooling2D()(x)
+        x = block(x, case.width << stage, depth, f"down_{stage}")
+    for stage, depth in reversed(list(enumerate(case.depths[:-1]))):
+        filters = case.width << stage
+        x = layers.Conv2DTranspose(
+            filters, 3, strides=2, padding="same", name=f"up_{stage}"
+        )(x)
+        x = layers.Concatenate()([x, skipped[stage]])
+        x = block(x, filters, depth, f"up_{stage}")
+    return keras.Model(inputs, layers.Conv2D(case.num_classes, 1, name="output")(x))
+
+
 def _tiny(keras: Any, case: Case) -> Any:
     return keras.Sequential(
         [
@@ -194,4 +239,6 @@ _BUILDERS = {
     "mobilenet": _mobilenet,
     "transformer": _transformer,
     "tiny": _tiny,
+    "lstm": _lstm,
+    "unet": _unet,
 }

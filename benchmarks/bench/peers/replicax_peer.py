@@ -56,8 +56,8 @@ def replica_step(batch: tuple) -> object:
 
     def loss_fn() -> object:
         losses = example_loss(labels, model(inputs, training=True))
-        if losses.ndim == 2:  # Tokens; as in TensorFlow, they would be summed.
-            losses = losses.mean(1)
+        # Tokens or pixels; as in TensorFlow, they would be summed.
+        losses = losses.mean(range(1, losses.ndim))
         return rx.compute_average_loss(losses)
 
     loss, grads = rx.value_and_grad(loss_fn, model.trainable_variables)()

@@ -74,8 +74,8 @@ def step(batch: tuple) -> tf.Tensor:
         inputs, labels = batch
         with tf.GradientTape() as tape:
             losses = example_loss(labels, model(inputs, training=True))
-            if losses.shape.rank == 2:  # Tokens.
-                losses = tf.reduce_mean(losses, 1)
+            # Tokens or pixels.
+            losses = tf.reduce_mean(losses, list(range(1, losses.shape.rank)))
             loss = tf.nn.compute_average_loss(losses, global_batch_size=protocol.BATCH)
         grads = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))

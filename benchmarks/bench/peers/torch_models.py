@@ -396,6 +396,70 @@ def _transformer(case: Case) -> nn.Module:
     )
 
 
+class _LSTM(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        (depth,), inputs = case.depths, case.input_shape[-1]
+        self.lstm = nn.LSTM(inputs, case.width, depth, batch_first=True)
+        for i in range(depth):
+            for weight, name in (("ih", "kernel"), ("hh", "recurrent_kernel")):
+                parameter = getattr(self.lstm, f"weight_{weight}_l{i}")
+                shape = parameter.shape[::-1]
+                _set(parameter, initial(f"lstm_{i}/{name}", tuple(shape)).T)
+                nn.init.zeros_(getattr(self.lstm, f"bias_{weight}_l{i}"))
+            # torch adds two biases, Keras has one.
+            getattr(self.lstm, f"bias_hh_l{i}").requires_grad_(False)
+        self.outputs = _dense("output", case.width, case.num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outputs(self.lstm(x)[0][:, -1])
+
+
+class _UNet(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.down, self.up, self.transposed = (nn.ModuleList() for _ in range(3))
+        inputs = case.input_shape[-1]
+        for stage, depth in enumerate(case.depths):
+            filters = case.width << stage
+            self.down.append(_unet_block(f"down_{stage}", inputs, filters, depth))
+            inputs = filters
+        for stage, depth in reversed(list(enumerate(case.depths[:-1]))):
+            filters, name = case.width << stage, f"up_{stage}"
+            layer = nn.ConvTranspose2d(inputs, filters, 3, 2)
+            kernel = initial(f"{name}/kernel", (3, 3, filters, inputs))
+            _set(layer.weight, kernel.transpose(3, 2, 0, 1))
+            nn.init.zeros_(layer.bias)
+            self.transposed.append(layer)
+            self.up.append(_unet_block(name, 2 * filters, filters, depth))
+            inputs = filters
+        self.outputs = _convolution("output", inputs, case.num_classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skipped = []
+        for i, block in enumerate(self.down):
+            if i:
+                skipped.append(x)
+                x = functional.max_pool2d(x, 2)
+            x = block(x)
+        for block, transposed in zip(self.up, self.transposed, strict=True):
+            # Keras' "same" crops the last row and column.
+            x = transposed(x)[..., :-1, :-1]
+            x = block(torch.cat([x, skipped.pop()], 1))
+        return self.outputs(x).permute(0, 2, 3, 1)
+
+
+def _unet_block(name: str, inputs: int, filters: int, depth: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i in range(depth):
+        layers += [
+            _convolution(f"{name}_conv_{i}", inputs, filters, 3, padding=1),
+            nn.ReLU(inplace=True),
+        ]
+        inputs = filters
+    return nn.Sequential(*layers)
+
+
 def _tiny(case: Case) -> nn.Module:
     return nn.Sequential(
         _dense("hidden_0", case.input_shape[0], 32),
@@ -413,4 +477,6 @@ _BUILDERS: dict[str, Callable[[Case], nn.Module]] = {
     "mobilenet": _mobilenet,
     "transformer": _transformer,
     "tiny": _tiny,
+    "lstm": _LSTM,
+    "unet": lambda case: _image_model(torch.channels_last, _UNet(case)),
 }
