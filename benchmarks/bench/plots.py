@@ -88,7 +88,8 @@ def _panels(count: int, most: int) -> tuple[Any, list[Any]]:
     return figure, panels
 
 
-def _colour(name: str) -> str:
+def colour_of(name: str) -> str:
+    """The colour of an entry, by its library."""
     return _COLOURS[name.split()[0]]
 
 
