@@ -24,7 +24,7 @@ def test_a_compiled_model_gives_logits_and_its_predictions_get_the_activation() 
     assert "layers.Dense(9), layers.Dense(3)])" in result
     assert f'model.compile("adam", {LOGITS}, metrics=["accuracy"])' in result
     assert "p = keras.ops.softmax(model.predict(x, verbose=0))" in result
-    assert any("which is what TensorFlow computes" in note for note in notes)
+    assert any("the model returns logits" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_logits_of_a_model_with_an_activation_are_what_goes_into_it() -> None:
     assert "p = model.predict(x)" in result
     assert notes == []
     left = port(f"{SEQUENTIAL}{compiled}f(model)\np = model(x) + 1\n".encode()).left
-    assert any("Keras 3 applies it twice" in each.reason for each in left)
+    assert any("Keras 3 applies softmax twice" in each.reason for each in left)
 
 
 CROSSED = """import tensorflow as tf
@@ -295,7 +295,7 @@ def test_an_activation_with_other_uses_stays(made: str) -> None:
         f"import tensorflow as tf\nlayers = tf.keras.layers\n{made}{COMPILED}"
     )
     assert "softmax" in result
-    assert any("Keras on JAX clips them" in note for note in notes)
+    assert any("Keras on JAX clips the probabilities" in note for note in notes)
 
 
 def test_a_step_of_the_models_own_gives_its_loss_the_logits() -> None:
@@ -349,4 +349,4 @@ show(other)
 def test_logits_of_a_softmax_are_reported_beside_losses_of_probabilities() -> None:
     result = port(TWO.encode())
     assert [each.line for each in result.left] == [6, 10]
-    assert all("Keras 3 applies it twice" in each.reason for each in result.left)
+    assert all("Keras 3 applies softmax twice" in each.reason for each in result.left)

@@ -76,7 +76,7 @@ def test_all_splits_of_tensorflow_datasets() -> None:
         ("d = tfds.load('cats_vs_dogs')", "TensorFlow Datasets"),
         ("d = tfds.load('cifar10', split='train')", "of cifar10 have an id"),
         ("d = tfds.load('mnist', split='train+test')", "'train+test' has no count"),
-        ("d = tfds.load('mnist', batch_size=-1)", "in batches"),
+        ("d = tfds.load('mnist', batch_size=-1)", "remove batch_size="),
         ("d, i = tfds.load('mnist', with_info=True)\nprint(i)", "`i` has no counter"),
         ("both = tfds.load('mnist', with_info=True)", "assign the info object"),
         ("def f(n): return tfds.load(n)\nf('mnist')", "TensorFlow Datasets"),

@@ -1,7 +1,7 @@
 """Adds the suffixes that Keras 3 requires to file names of models and weights.
 
 `model.save("m")` becomes `model.save("m.keras")`. A name changes only if all its
-possible endings are literals without other uses. Keras refuses other names.
+possible endings are literals without other uses. Keras raises an error for others.
 """
 
 from collections import defaultdict
@@ -33,19 +33,19 @@ _MODEL_SUFFIXES = (".keras", ".h5")
 """Suffixes of files of whole models."""
 _WEIGHT_SUFFIXES = (".weights.h5",)
 """Suffixes of files of weights."""
-_Path: TypeAlias = tuple[Expression, tuple[str, ...]]
-"""A file name in a call, and the suffixes to choose from; none for a reading call."""
+_FileName: TypeAlias = tuple[Expression, tuple[str, ...]]
+"""A file name in a call, and its possible suffixes; empty for a call that reads."""
 
 
 def plan_files(script: Script) -> Edits:
-    """Plan suffixes for literals whose only uses are names of models and weights."""
+    """Plan suffixes for literals that only name files of models and weights."""
     edits = Edits()
-    paths = list(_paths(script))
-    path_nodes = {node for path, _ in paths for node in _path_ends(script, path)}
+    names = list(_file_names(script))
+    name_nodes = {node for name, _ in names for node in _endings(script, name)}
     groups = defaultdict[str, list[tuple[cst.SimpleString, tuple[str, ...]]]](list)
-    for path, suffixes in paths:
-        if _has_no_other_use(script, path, path_nodes):
-            for literal in _literals(_path_ends(script, path)):
+    for name, suffixes in names:
+        if _has_no_other_use(script, name, name_nodes):
+            for literal in _literals(_endings(script, name)):
                 groups[string_of(literal)].append((literal, suffixes))
     literals = {literal for group in groups.values() for literal, _ in group}
     others = [string_of(n) for n in script.nodes(cst.SimpleString) if n not in literals]
@@ -62,7 +62,7 @@ def plan_files(script: Script) -> Edits:
     return edits
 
 
-def _paths(script: Script) -> Iterator[_Path]:
+def _file_names(script: Script) -> Iterator[_FileName]:
     for call in script.calls:
         path, method = script.called_path(call), method_name(call)
         position, suffixes = 0, None
@@ -75,35 +75,35 @@ def _paths(script: Script) -> Iterator[_Path]:
             suffixes = ()
         elif method == "save_weights":
             suffixes = _WEIGHT_SUFFIXES
-        elif method == "save" and not path:
-            suffixes = (
-                _MODEL_SUFFIXES if is_kind(script, object_of(call), "model") else None
-            )
+        elif (
+            method == "save" and not path and is_kind(script, object_of(call), "model")
+        ):
+            suffixes = _MODEL_SUFFIXES
         name = arg_value(call, position, "filepath")
         if suffixes is not None and name is not None:
             yield name, suffixes
 
 
-def _path_ends(script: Script, path: Expression) -> list[Expression]:
-    """A file name, and all expressions that may be its ending."""
+def _endings(script: Script, name: Expression) -> list[Expression]:
+    """A file name, and the expressions with whose text it may end."""
 
-    def last_part(node: Expression) -> list[Expression]:
-        if (
-            isinstance(node, cst.Call)
-            and dotted_name(node.func) in NAMES["keeping_the_end"]
-        ):
+    def direct_endings(node: Expression) -> list[Expression]:
+        if not isinstance(node, cst.Call):
+            return direct_values(script, node)
+        if dotted_name(node.func) in NAMES["keeping_the_end"]:
             return [arg.value for arg in node.args[-1:]]
         values = direct_values(script, node)
-        if isinstance(node, cst.Call):
-            return [_argument_returned(script, node, value) for value in values]
-        return values
+        return [_ending_of_call(script, node, value) for value in values]
 
-    return list(reachable([path], last_part))
+    return list(reachable([name], direct_endings))
 
 
-def _argument_returned(script: Script, call: cst.Call, value: Expression) -> Expression:
-    """The argument with which a call's result `value` ends; `value` itself if none."""
-    ends = set(_path_ends(script, value))
+def _ending_of_call(script: Script, call: cst.Call, value: Expression) -> Expression:
+    """The argument with whose text the returned `value` ends; `value` if there is none.
+
+    For `in_folder("m")` and `return os.path.join(folder, name)`, it is `"m"`.
+    """
+    ends = set(_endings(script, value))
     for function in script.functions(last_name(call.func)):
         for position, param in enumerate(function.params.params):
             definition = script.flow.definition_of(param.name)
@@ -122,14 +122,13 @@ def _literals(nodes: list[Expression]) -> list[cst.SimpleString]:
 
 
 def _has_no_other_use(
-    script: Script, path: Expression, path_nodes: set[Expression]
+    script: Script, name: Expression, name_nodes: set[Expression]
 ) -> bool:
     """Whether the variables in a file name have no uses outside of file names."""
-    reaching = [
-        d for node in _path_ends(script, path) for d in script.flow.reaching(node)
-    ]
-    uses = {use for definition in reaching for use in script.flow.uses(definition)}
-    return all(use in path_nodes or _is_harmless(script, use) for use in uses)
+    endings = _endings(script, name)
+    definitions = [d for node in endings for d in script.flow.reaching(node)]
+    uses = {use for definition in definitions for use in script.flow.uses(definition)}
+    return all(use in name_nodes or _is_harmless(script, use) for use in uses)
 
 
 def _is_harmless(script: Script, use: cst.CSTNode) -> bool:

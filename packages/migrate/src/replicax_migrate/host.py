@@ -2,9 +2,6 @@
 
 `tf.cast(x, tf.float32)` becomes `x.astype("float32")`. A function that draws random
 numbers gets the generator of Grain's `random_map` as its last argument.
-
-A `StringLookup` with a list of words becomes a dictionary with the same indices: 1, 2,
-... for the words of the list, 0 for other words.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +45,6 @@ __all__ = [
     "host_functions_of",
     "host_problem",
     "plan_copies",
-    "plan_lookups",
     "plan_random",
     "random_functions",
     "random_problem",
@@ -145,7 +141,7 @@ def plan_copies(script: Script, edits: Edits, function: cst.CSTNode) -> None:
 def example_function(
     script: Script, node: Expression, updated: Expression, generator: str | None = None
 ) -> Expression | None:
-    """Make the function of a `map` take an example as one argument.
+    """Convert the function of a `map` to a function of one argument, the example.
 
     `tf.data` passes the elements of a tuple as arguments; Grain passes the tuple.
 
@@ -186,7 +182,7 @@ def _num_parameters(
 ) -> int:
     params = function.params.params
     if _has_star(function) and not params:
-        return 2  # `*example` collects the elements, so any number above 1 is right.
+        return 2  # For any number above 1, the port calls `function(*example)`.
     required = [p for p in params if p.default is None and p.name.value not in keywords]
     return len(required) - int(is_method)
 
@@ -306,96 +302,6 @@ def plan_random(
             called_name = node.func.value if isinstance(node.func, cst.Name) else ""
             if not drawing.isdisjoint(script.functions(called_name)):
                 edits.appended_args[node] = keyword(name, cst.Name(name))
-
-
-# `StringLookup`.
-
-_LOOKUP_PARAMETERS = (
-    "max_tokens",
-    "num_oov_indices",
-    "mask_token",
-    "oov_token",
-    "vocabulary",
-)
-_PORTED_VALUES = {"max_tokens": {"None"}, "mask_token": {"None"}}
-_PORTED_VALUES["num_oov_indices"] = {"0", "1"}
-
-
-def plan_lookups(script: Script) -> Edits:
-    """Plan the port of `StringLookup` layers that only host functions call."""
-    edits = Edits()
-    for call in script.calls:
-        if script.called_path(call) in NAMES["lookups"]:
-            try:
-                _plan_lookup(script, edits, call)
-            except Unported:
-                continue  # The rewriter reports the name of the layer.
-    return edits
-
-
-def _plan_lookup(script: Script, edits: Edits, layer: cst.Call) -> None:
-    arguments = bind_args(layer.args, _LOOKUP_PARAMETERS)
-    words = arguments.pop("vocabulary", None)
-    if words is None or not _is_list(script, words.value):
-        raise Unported("its vocabulary is unknown")
-    texts = {name: script.code(arg.value) for name, arg in arguments.items()}
-    if any(text not in _PORTED_VALUES.get(name, ()) for name, text in texts.items()):
-        raise Unported("it has other indices")
-    # The number of indices for unknown words, `"0"` or `"1"`.
-    num_unknown = texts.get("num_oov_indices", "1")
-    is_named = isinstance(script.target_of(layer), cst.Name)
-    uses = script.uses_of(layer) if is_named else []
-    calls = [_lookup_call(script, use) for use in uses]
-    if not calls or any(script.flow.value(call.func) is not layer for call in calls):
-        raise Unported("its uses are unknown")
-    for call in calls:
-        _plan_lookup_call(
-            script, edits, call, "[word]" if num_unknown == "0" else ".get(word, 0)"
-        )
-    edits.unchanged.add(layer.func)
-    start = "" if num_unknown == "0" else ", 1"
-    edits.replacements[layer] = lambda updated: script.template(
-        f"{{word: index for index, word in enumerate({{words}}{start})}}",
-        words=bind_args(updated.args, _LOOKUP_PARAMETERS)["vocabulary"].value,
-    )
-
-
-def _is_list(script: Script, node: Expression) -> bool:
-    value = script.flow.resolve(node)
-    is_call = isinstance(value, cst.Call) and is_name(value.func, "list", "sorted")
-    return is_call or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
-
-
-def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
-    """The call of the layer `use`; raise `Unported` unless NumPy can replace it."""
-    call = script.call_of(use)
-    if call is None or len(call.args) != 1:
-        raise Unported("a call has not exactly one argument")
-    # The port has a lambda with the parameter `word`.
-    has_name_of_port = is_name(use, "word")
-    words = _literal_words(script, call.args[0].value)
-    if has_name_of_port or (words is None and not script.runs_on_host(use)):
-        raise Unported("a call is outside of a pipeline")
-    return call
-
-
-def _literal_words(script: Script, node: Expression) -> cst.List | None:
-    """The list in `["a"]` or `tf.constant(["a"])`; None for other expressions."""
-    if isinstance(node, cst.Call) and script.called_path(node) == "constant":
-        node = node.args[0].value if len(node.args) == 1 else node
-    return node if isinstance(node, cst.List) else None
-
-
-def _plan_lookup_call(script: Script, edits: Edits, call: cst.Call, item: str) -> None:
-    """Plan to port `lookup(x)` to a lookup of each word of an array."""
-    if literal := _literal_words(script, call.args[0].value):
-        edits.replacements[call.args[0].value] = lambda updated: literal
-    edits.replacements[call] = lambda updated: script.template(
-        f'np.vectorize(lambda word: {{lookup}}{item}, otypes=["int64"])'
-        '(np.asarray({words}, "str"))',
-        lookup=updated.func,
-        words=updated.args[0].value,
-    )
 
 
 # Calls that compute arrays.

@@ -158,7 +158,7 @@ class CallSite:
         """The call with keywords for arguments that Keras 3 expects elsewhere."""
         is_old = self.script.is_of_version_1(self.node)
         old = OLD_ORDERS.get(path, ()) if is_old else ()
-        # Old orders without `-`, a positional argument, are for rows, which bind them.
+        # In an old order, `-` is a positional argument. `by_row` binds other orders.
         names = old if "-" in old else ORDERS.get(path, ())
         return self.name_args(names, sum(n == "-" for n in names)) if names else self
 
@@ -371,22 +371,17 @@ def port_keywords(site: CallSite, table: str) -> list[cst.Arg]:
     kept = []
     for arg in site.updated.args:
         name = keyword_of(arg)
-        action, why = KEYWORDS[table].get(name, ("", ""))
-        kind, *values = action.split() or [""]
-        is_excluded = bool(values) and site.script.code(arg.value) not in values
+        row, why = KEYWORDS[table].get(name, ("", ""))
+        action, *values = row.split() or [""]
+        is_other = bool(values) and site.script.code(arg.value) not in values
         why = why.format(call=site.method.removesuffix("_generator"), keyword=name)
-        if kind == "?":
-            if is_excluded:
-                site.note(why)
-        elif kind not in {"", "-", "!"}:
-            kept.append(with_keyword(arg, kind))
-            if why:
-                site.note(why)
-        elif kind == "" or (is_excluded and not why):
-            kept.append(arg)
-        elif kind == "!" or is_excluded:
+        if action == "!" or (action == "-" and is_other and why):
             raise Unported(why)
-        elif why and not values:
+        if action not in {"", "-", "?"}:
+            arg = with_keyword(arg, action)
+        if action not in {"-", "?"} or (action == "-" and is_other):
+            kept.append(arg)
+        if why and (is_other or not values):
             site.note(why)
     return kept
 

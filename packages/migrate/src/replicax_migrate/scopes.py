@@ -115,7 +115,7 @@ def _plan_scope(
     around = {p for definition in model for p in script.parents(definition.node)}
     blocks_of_model = [block for block in blocks if block in around]
     strategy = _strategy_above(script, line, blocks_of_model or blocks)
-    # The layers of a functional model have been built before.
+    # A functional model needs no scope: its layers were built before the model.
     is_functional = script.called_path(call) in {"keras.Model", "keras.models.Model"}
     if not strategy or not only_statement(line) or is_functional:
         return

@@ -53,9 +53,9 @@ class _GraphSession:
         self._node = node
         self._name = name
         self._edits = Edits()
-        # Variables of initializers, and the names of their iterators or `""`.
+        # By variable of an initializer: its iterator; `""` if it initializes variables.
         self._initializers: dict[str, str | None] = {}
-        # Variables of values and of iterators, and the lines that assign them.
+        # By variable of a value or an iterator: the line that assigns the variable.
         self._values: dict[str, cst.SimpleStatementLine] = {}
         self._iterators: dict[str, cst.SimpleStatementLine] = {}
         self._removed: list[cst.SimpleStatementLine] = []
@@ -120,11 +120,8 @@ class _GraphSession:
             return (dotted_name(value) or "").rpartition(".")[0] or None
         if self._script.called_path(value) in NAMES["graph_initializers"]:
             return ""
-        is_initializer = method_name(value) == "initialize"
-        is_initializer = (
-            is_initializer and isinstance(value, cst.Call) and not value.args
-        )
-        return dotted_name(object_of(value)) if is_initializer else None
+        is_call = isinstance(value, cst.Call) and method_name(value) == "initialize"
+        return dotted_name(object_of(value)) if is_call and not value.args else None
 
     def _runs(self) -> Iterator[cst.Call]:
         for node in find(self._node.body, cst.Name):
@@ -193,7 +190,7 @@ class _GraphSession:
     def _plan_initialization(
         self, call: cst.Call, statement: cst.SimpleStatementLine
     ) -> None:
-        """Plan to remove a run of an initializer; in a loop, to renew the iterator."""
+        """Plan to remove a run of an initializer; in a loop, to make a new iterator."""
         script = self._script
         parents = script.parents(statement)
         inner = itertools.takewhile(lambda x: x is not self._node, parents)

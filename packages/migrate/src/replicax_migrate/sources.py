@@ -89,7 +89,7 @@ def _tensors(site: CallSite) -> Expression:
 
 
 def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression:
-    """Convert the lists in a structure to arrays, as TensorFlow does to tensors."""
+    """Convert the lists in a structure to arrays, where TensorFlow makes tensors."""
     if isinstance(before, cst.Dict) and not isinstance(after, cst.Dict):
         before = before.elements[0].value
     if (parts := _structure_parts(before)) is not None:

@@ -291,22 +291,20 @@ def plan_settings(script: Script) -> Edits:
             edits.remove(node)
     settings = {d for d in script.flow.definitions if _is_setting(script, edits, d)}
     unused = set(settings)
-    last_size = -1
-    while last_size != len(unused):
-        last_size = len(unused)
-        unused = {
-            definition
-            for definition in unused
-            for uses in [script.flow.uses(definition)]
-            if all(
-                _is_in_ported_call(script, edits, use)
-                or (
-                    _attribute_assignment(script, use)
-                    and script.flow.reaching(use) <= unused
-                )
-                for use in uses
+
+    def has_use(definition: Definition) -> bool:
+        """Whether a setting has a use that stays."""
+        return not all(
+            _is_in_ported_call(script, edits, use)
+            or (
+                _attribute_assignment(script, use)
+                and script.flow.reaching(use) <= unused
             )
-        }
+            for use in script.flow.uses(definition)
+        )
+
+    while used := set(filter(has_use, unused)):  # One use may keep other settings, too.
+        unused -= used
     for definition in sorted(settings, key=lambda d: script.line(d.node)):
         uses = script.flow.uses(definition)
         assigns = [
@@ -318,19 +316,16 @@ def plan_settings(script: Script) -> Edits:
                 _drop_statement(script, edits, assign)
                 _note_policy(script, assign)
         elif isinstance(value := definition.values[0], cst.Call):
-            script.leave(value, f"{script.code(value.func)} {_SETTING_STAYS}")
+            script.leave(value, f"{script.code(value.func)} has uses that stay")
             edits.unchanged.update({value, *assigns})
     return edits
-
-
-_SETTING_STAYS = "has uses that stay"
 
 
 def _is_setting(script: Script, edits: Edits, definition: Definition) -> bool:
     if not (script.edits.unchanged | edits.unchanged).isdisjoint(
         script.parents(definition.node)
     ):
-        return False  # The rewriter skips the node: it does not visit an outer node.
+        return False  # The rewriter does not visit a node in an unchanged node.
     if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
         return False
     value = definition.values[0]
@@ -348,11 +343,9 @@ def _is_in_ported_call(script: Script, edits: Edits, use: cst.CSTNode) -> bool:
     arg, call = script.parent(use), script.call_of_arg(use)
     if not isinstance(arg, cst.Arg):
         return False
-    is_signature = (
-        has_keyword(arg, "input_signature") and script.called_path(call) == "function"
-    )
-    is_ported = call in script.edits.replacements
-    return is_ported or is_signature
+    is_signature = has_keyword(arg, "input_signature")
+    is_signature = is_signature and script.called_path(call) == "function"
+    return is_signature or call in script.edits.replacements
 
 
 def _attribute_assignment(script: Script, use: cst.CSTNode) -> cst.Assign | None:

@@ -107,7 +107,7 @@ NOTES = _by_name(_DATA["notes"])
 DROPPED = _by_name(_DATA["dropped"])
 _STAYING = _by_name(_DATA["need_tensorflow"])
 NEED_TENSORFLOW = frozenset(_STAYING)
-"""Paths of parts of Keras 3 that use TensorFlow on all backends."""
+"""Paths of parts of Keras 3 that need TensorFlow on every backend."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
 _FOREIGN = _by_name(_DATA["foreign"])
 """Maps patterns of full names to the reason why their imports stay."""

@@ -60,7 +60,7 @@ def unknown_loads(
         try:
             _parse_load(script, call)
         except Unported as why:
-            yield call, f"its examples come from TensorFlow Datasets{why.reason}"
+            yield call, f"its examples come from TensorFlow Datasets: {why.reason}"
 
 
 def plan_loads(script: Script, edits: Edits, calls: list[cst.Call]) -> None:
@@ -76,24 +76,19 @@ def plan_loads(script: Script, edits: Edits, calls: list[cst.Call]) -> None:
 
 def _parse_load(script: Script, call: cst.Call) -> _Load:
     if script.names.imported(call.func) != f"{_PACKAGE}.load":
-        raise Unported("")
+        raise Unported("the port replaces only `load`")
     if not isinstance(script.statement_of(call), cst.SimpleStatementLine):
-        raise Unported(": load them in a statement above")
-    try:
-        args = bind_args(
-            call.args, [*NAMES["load_parameters"], *NAMES["load_switches"]]
-        )
-    except Unported as why:
-        raise Unported(f": {why.reason}") from None
+        raise Unported("load them in a statement above")
+    args = bind_args(call.args, [*NAMES["load_parameters"], *NAMES["load_switches"]])
     values = {k: a.value for k, a in args.items() if not is_name(a.value, "None")}
     name = (_text(script, values.get("name")) or "").partition(":")[0]
     if name not in _CLASSES:
-        raise Unported("")
+        raise Unported(f"`keras.datasets` has only {', '.join(_CLASSES)}")
     if "batch_size" in values:
-        raise Unported(" in batches")
+        raise Unported("remove batch_size=, and call `batch`")
     is_supervised = _is_true(script, values.get("as_supervised"))
     if not is_supervised and name not in _SHAPES:
-        raise Unported(f": without as_supervised=True, examples of {name} have an id")
+        raise Unported(f"without as_supervised=True, examples of {name} have an id")
     is_list, condition, splits = _splits(script, values.get("split"))
     info = _info(script, call) if _is_true(script, values.get("with_info")) else None
     uses = dict(_info_uses(script, info, name)) if info is not None else {}
@@ -117,7 +112,7 @@ def _text(script: Script, node: Expression | None) -> str | None:
 def _is_true(script: Script, node: Expression | None) -> bool:
     text = script.code(node) if node is not None else "False"
     if text not in {"True", "False"}:
-        raise Unported(f": `{text}` is not a literal True or False")
+        raise Unported(f"`{text}` is not a literal True or False")
     return text == "True"
 
 
@@ -133,10 +128,10 @@ def _splits(script: Script, node: Expression | None) -> tuple[bool, str, list[st
         if value is not node:
             condition = f"{script.code(node)} == {script.code(value.body)}"
         elif any(map(script.names.tf_path, find(value.test, cst.Name, cst.Attribute))):
-            raise Unported(f": the condition `{condition}` has names of TensorFlow")
+            raise Unported(f"the condition `{condition}` has names of TensorFlow")
     splits = [_text(script, part) or "" for part in parts]
     if not all(_SPLIT.fullmatch(split) for split in splits):
-        raise Unported(f": the split {script.code(node)} has no counterpart")
+        raise Unported(f"the split {script.code(node)} has no counterpart")
     return is_list, condition, splits
 
 
@@ -145,7 +140,7 @@ def _info(script: Script, call: cst.Call) -> cst.Name:
     is_single = isinstance(assign, cst.Assign) and len(assign.targets) == 1
     names = elements_of(script.target_of(call)) if is_single else []
     if len(names) != 2 or not isinstance(names[1], cst.Name):
-        raise Unported(": assign the info object to a variable")
+        raise Unported("assign the info object to a variable")
     return names[1]
 
 
@@ -167,7 +162,7 @@ def _info_uses(
             node = parent
         text = script.code(node).partition(".")[2].replace('"', "'")
         if text not in templates or script.flow.reaching(use) != {definition}:
-            raise Unported(f": `{script.code(node)}` has no counterpart")
+            raise Unported(f"`{script.code(node)}` has no counterpart")
         yield node, templates[text]
 
 

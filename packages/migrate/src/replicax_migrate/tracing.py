@@ -59,8 +59,8 @@ def is_traced(script: Script, node: cst.CSTNode) -> bool:
 def plan_traced(script: Script) -> Edits:
     """Record the traced functions, and their callees.
 
-    Traced are functions that strategies run, methods of models and layers that `fit`
-    compiles, and model functions of estimators.
+    Strategies trace the functions that they run, `fit` traces methods of models and
+    layers, and estimators trace their model functions.
     """
     edits = Edits()
     roots = [*_run_by_strategies(script), *_compiled_methods(script)]
@@ -154,8 +154,8 @@ def plan_randomness(script: Script) -> Edits:
     """Plan to pass a `SeedGenerator` to each traced call that draws random numbers.
 
     Each layer or model makes a generator; other steps share a generator that the scope
-    of the strategy makes. If a step is outside the function with the scope, the rule
-    for the call reports the call.
+    of the strategy makes. `arrays` reports the calls in steps that are outside of the
+    function with the scope.
     """
     edits = Edits()
     owners = {block: script.function_of(block) for block in scope_blocks(script)}

@@ -37,11 +37,11 @@ from replicax_migrate.tree import (
 )
 from replicax_migrate.values import definitions, loop_container
 
-__all__ = ["plan_train_steps", "plan_training", "report_trainable"]
+__all__ = ["plan_compiled_loss", "plan_logs", "plan_minimize", "report_trainable"]
 
 
-def plan_training(script: Script) -> Edits:
-    """Plan the port of calls of `minimize` and `compiled_loss`."""
+def plan_minimize(script: Script) -> Edits:
+    """Plan the port of calls of `minimize` to a gradient tape."""
     edits = Edits()
     for node in filter(_is_minimize, script.calls):
         function = script.function_of(node)
@@ -54,6 +54,12 @@ def plan_training(script: Script) -> Edits:
             edits.replacements[node] = functools.partial(_estimator_minimize, script)
         else:
             _plan_tape(script, edits, node)
+    return edits
+
+
+def plan_compiled_loss(script: Script) -> Edits:
+    """Plan the port of calls of `compiled_loss` to `compute_loss`."""
+    edits = Edits()
     for node in script.calls:
         if _is_compiled_loss(script, node):
             script.attempt(
@@ -252,7 +258,7 @@ def _compute_loss(updated: cst.Call) -> cst.Call:
     return updated.with_changes(func=func, args=args)
 
 
-def plan_train_steps(script: Script) -> Edits:
+def plan_logs(script: Script) -> Edits:
     """Plan updates of the metric `loss` in steps that log only their loss."""
     edits = Edits()
     for function in [*script.functions("train_step"), *script.functions("test_step")]:
@@ -318,11 +324,7 @@ def _calls_of(
     script: Script, model: Expression, names: tuple[str, ...]
 ) -> list[cst.Call]:
     """The calls of a model's methods `names`, by any variable that holds the model."""
-    models = {
-        creation
-        for creation in creations(script, model)
-        if isinstance(creation, cst.Call)
-    }
+    models = {c for c in creations(script, model) if isinstance(c, cst.Call)}
     calls = (call for call in script.calls if method_name(call) in names)
     return [
         call

@@ -234,9 +234,10 @@ def _elements_of_call(script: Script, node: cst.Call) -> list[Expression]:
 
 
 def direct_values(script: Script, node: Expression) -> list[Expression]:
-    """The values that a definition binds or a function returns, without further steps.
+    """The expressions from which an expression gets its value, one step back.
 
-    After `x += y`, the values are `x` and `y`.
+    For a variable: what its definitions bind. For a call: what the function returns.
+    After `x += y`, the values of `x` are `x` and `y`.
     """
     match node:
         case cst.IfExp():
