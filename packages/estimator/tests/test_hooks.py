@@ -241,16 +241,12 @@ def test_training_stops_without_progress(
 def test_training_stops_at_a_threshold(tmp_path: Path) -> None:
     estimator = Estimator(model_fn, tmp_path)
     write(tmp_path / "eval", {10: 0.5, 20: 0.2})
+    late = {"min_steps": 15, "run_every_steps": 1}
     for hook, stops in (
         (stop_if_lower_hook(estimator, "loss", 0.3, run_every_steps=1), True),
         (stop_if_lower_hook(estimator, "loss", 0.1, run_every_steps=1), False),
         (stop_if_higher_hook(estimator, "loss", 0.4, run_every_steps=1), True),
-        (
-            stop_if_higher_hook(
-                estimator, "loss", 0.4, min_steps=15, run_every_steps=1
-            ),
-            False,
-        ),
+        (stop_if_higher_hook(estimator, "loss", 0.4, **late), False),
     ):
         context = Recorder()
         estimator.train(input_fn, hooks=[hook, context], steps=4)

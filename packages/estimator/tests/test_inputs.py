@@ -67,6 +67,7 @@ def test_dicts_of_labels_and_strings() -> None:
         ({"shuffle": False, "batch_size": 0}, ValueError, "batch_size must be"),
         ({"shuffle": False, "num_epochs": 0}, ValueError, "num_epochs must be"),
         ({"shuffle": False, "y": np.arange(4)}, ValueError, r"got \[3, 4\]"),
+        ({"shuffle": False, "y": 4.0}, ValueError, r"got \[3, 0\]"),
         ({"shuffle": False, "x": {}}, ValueError, "at least one"),
         ({"shuffle": False, "x": {"a": []}}, ValueError, "at least one"),
     ],

@@ -78,9 +78,11 @@ class CannedEstimator(Estimator):
         **options: Unpack[CannedOptions],
     ) -> None:
         n_classes = options.get("n_classes", 2) if self._is_classifier else None
-        classes, regression = {"n_classes", "label_vocabulary"}, {"label_dimension"}
-        others = regression if self._is_classifier else classes
-        for name in sorted(set(options) - (CannedOptions.__optional_keys__ - others)):
+        unsupported = {"n_classes", "label_vocabulary"}
+        if self._is_classifier:
+            unsupported = {"label_dimension"}
+        supported = CannedOptions.__optional_keys__ - unsupported
+        for name in sorted(set(options) - supported):
             raise TypeError(f"{type(self).__name__}: has no argument {name!r}.")
         vocabulary = options.get("label_vocabulary")
         if isinstance(vocabulary, str):

@@ -100,7 +100,7 @@ class _SavedModelExporter(Exporter):
 class FinalExporter(_SavedModelExporter):
     """Exports once, when training has ended.
 
-    Arguments are those of `LatestExporter`, but for `exports_to_keep`: it keeps all.
+    It keeps all exports. See `LatestExporter` for the arguments.
 
     Example:
         >>> import replicax as rx

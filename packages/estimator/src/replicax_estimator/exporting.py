@@ -27,7 +27,7 @@ __all__ = ["export_model"]
 _Specs: TypeAlias = dict[str, ArraySpec]
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
-_ROWS = 2
+_NUM_ROWS = 2
 """Rows of the batch that builds the model: more than 1, as a single row broadcasts."""
 
 _logger = logging.getLogger("replicax")
@@ -119,7 +119,7 @@ def _inputs(
         name: spec.canonical() if name in preprocessor.in_program else spec
         for name, spec in receiver.specs().items()
     }
-    rows = receiver.default_batch_size or _ROWS
+    rows = receiver.default_batch_size or _NUM_ROWS
     raw = {name: spec.zeros(rows) for name, spec in specs.items()}
     return specs, preprocessor.prepare(raw)[0]
 
@@ -152,7 +152,7 @@ def _outputs(
         )
         for name, aval in avals.items()
     }
-    zeros = {name: spec.zeros(num_rows or _ROWS) for name, spec in specs.items()}
+    zeros = {name: spec.zeros(num_rows or _NUM_ROWS) for name, spec in specs.items()}
     for name, array in preprocessor.add_class_names(zeros).items():
         if name not in specs:  # Class names.
             specs[name] = ArraySpec((num_rows, *array.shape[1:]), "string")

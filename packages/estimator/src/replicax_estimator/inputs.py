@@ -104,7 +104,7 @@ def _input_fn(
         )
     require_count(batch_size, f"{caller}: batch_size")
     require_count(num_epochs, f"{caller}: num_epochs", or_none=True)
-    sizes = [len(array) for array in jax.tree.leaves((features, labels))]
+    sizes = [x.shape[0] if x.shape else 0 for x in jax.tree.leaves((features, labels))]
     if len(set(sizes)) != 1 or 0 in sizes:
         raise ValueError(
             f"{caller}: all arrays must have the same number of examples, and at least "

@@ -218,7 +218,7 @@ class EstimatorModel:
     def spec_of(
         self, values: Mapping[str, jax.Array], features: Features
     ) -> EstimatorSpec:
-        """Call the `model_fn` with other values of the variables, by their names."""
+        """Call the `model_fn` with `values`, by name, as the values of the variables."""
         variables = self.variables()
         mapping = [(variables[name], value) for name, value in values.items()]
         with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):

@@ -6,7 +6,6 @@ A saved model stores the preprocessor in its manifest, beside the program.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -156,7 +155,10 @@ class Preprocessor:
             )
 
     def _class_ids(self, array: np.ndarray) -> np.ndarray:
-        names = [_as_text(value) for value in array.ravel().tolist()]
+        names = [
+            x.decode("utf-8", "surrogateescape") if isinstance(x, bytes) else x
+            for x in array.ravel().tolist()
+        ]
         unknown = next((name for name in names if name not in self._ids), None)
         if unknown is not None:
             raise ValueError(
@@ -204,8 +206,3 @@ def saved_preprocessor(config: JSONObject) -> Preprocessor:
         n_classes=config["n_classes"],
         in_program=tuple(config["in_program"]),
     )
-
-
-def _as_text(value: Any) -> Any:
-    is_bytes = isinstance(value, bytes)
-    return value.decode("utf-8", "surrogateescape") if is_bytes else value

@@ -104,7 +104,7 @@ class Saver:
         return path
 
     def save(self, step: int, *, wait: bool = False) -> bool:
-        """Save, unless this state is already saved; return whether it was necessary."""
+        """Save the state if it is new; return whether this call has saved it."""
         self.interval.restart(step)
         state = (step, self._position.num_steps)
         if state == self._last_saved or not self._is_writer:

@@ -83,8 +83,9 @@ class Loop:
         first = next(steps, None)
         if first is None:
             raise ValueError(
-                f"Estimator.{method}: the input_fn returns no batch, or fewer than one "
-                f"step of {self.model.strategy.num_replicas_in_sync} replicas needs."
+                f"Estimator.{method}: the input_fn returns no batch, or fewer batches "
+                f"than {self.model.strategy.num_replicas_in_sync} replicas, which need "
+                "one each. Return more batches."
             )
         self.model.build(*first)
         return first
@@ -99,7 +100,7 @@ class Loop:
             hook.after_create_session(self, None)
 
     def run_step(self, features: Features, labels: Labels) -> dict[str, rx.PerReplica]:
-        """Run a step between its hooks' calls; return the step's results."""
+        """Run a step, and call the hooks before and after it; return its results."""
         if not self.hooks:
             return self._step(features, labels)
         context = SessionRunContext(self)
@@ -156,7 +157,7 @@ class Training(Loop):
         self.global_step = int(model.global_step.numpy())
         last = self.last_step(self.global_step)
         if last is not None and self.global_step >= last:
-            _logger.info("Training is skipped: step %d is reached.", self.global_step)
+            _logger.info("Training is skipped: step %d was the last.", self.global_step)
             saver.close()
             return
         self.start_hooks()

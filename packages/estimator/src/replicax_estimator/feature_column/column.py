@@ -208,7 +208,7 @@ def _description(value: object) -> str:
 
 
 def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
-    """Return columns as a tuple; ValueError: it is empty, or has another element."""
+    """Return a tuple of columns; ValueError: it is empty or contains anything else."""
     columns = (columns,) if isinstance(columns, Column) else tuple(columns)
     if not columns or not all(isinstance(column, Column) for column in columns):
         raise ValueError(
