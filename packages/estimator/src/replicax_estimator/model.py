@@ -218,7 +218,7 @@ class EstimatorModel:
     def spec_of(
         self, values: Mapping[str, jax.Array], features: Features
     ) -> EstimatorSpec:
-        """Call the `model_fn` with `values`, by name, as the values of the variables."""
+        """Call the `model_fn` with these values of the variables, by name."""
         variables = self.variables()
         mapping = [(variables[name], value) for name, value in values.items()]
         with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):
