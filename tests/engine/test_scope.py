@@ -148,31 +148,30 @@ def test_cross_replica_calls_inside_a_replica_function_are_refused(name, call) -
 
 def test_run_inside_a_transformation_is_refused() -> None:
     strategy = mirrored(2)
-
-    @jax.jit
-    def jitted(x: Any) -> Any:
-        return strategy.run(lambda x: x, (x,)).array
-
-    with pytest.raises(rx.ContextError, match=r"inside a JAX transformation.*jax\.jit"):
-        jitted(1.0)
-    with pytest.raises(rx.ContextError, match=r"inside a JAX transformation.*jax\.jit"):
-        jax.jit(lambda: strategy.run(lambda: 1.0).array)()
-
     with strategy.scope():
         w = keras.Variable(1.0)
-    for _ in range(2):
 
-        def step() -> None:
-            w.assign_add(1.0)
+    for call in (
+        lambda: jax.jit(lambda x: strategy.run(lambda x: x, (x,)).array)(1.0),
+        lambda: jax.jit(lambda: strategy.run(w.assign_add, (1.0,)))(),
+        lambda: jax.grad(lambda x: strategy.run(lambda x: x, (x,)).array.sum())(1.0),
+        # The gradient would be zero: `run` reads the variable itself.
+        lambda: rx.value_and_grad(lambda: strategy.run(lambda: w * w), [w])(),
+    ):
+        for _ in range(2):
+            with pytest.raises(rx.ContextError, match=r"a JAX transf.*jax\.jit"):
+                call()
+            strategy.run(w.assign_add, (1.0,))  # The next call finds its program.
+    assert float(w.value) == 9.0
 
-        with pytest.raises(rx.ContextError, match="inside a JAX transformation"):
-            jax.jit(lambda: strategy.run(step))()
-        strategy.run(
-            step
-        )  # Compiles the program, which the next iteration finds in the cache.
-    assert float(w.value) == 3.0
-    with pytest.raises(rx.ContextError, match=r"inside a JAX transformation.*jax\.jit"):
-        jax.grad(lambda x: strategy.run(lambda x: x, (x,)).array.sum())(1.0)
+
+def test_run_in_a_merge_call_is_refused_while_a_tape_records() -> None:
+    def step() -> None:
+        with rx.GradientTape():
+            rx.get_replica_context().merge_call(lambda s: s.run(lambda: 1.0))
+
+    with pytest.raises(rx.ContextError, match=r"merge_call.*call fn directly"):
+        mirrored(2).run(step)
 
 
 def test_variables_from_outside_the_scope_are_refused() -> None:

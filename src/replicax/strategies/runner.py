@@ -364,26 +364,26 @@ def _refuse_datasets(statics: Sequence[object]) -> None:
 
 
 def _refuse_tracing() -> None:
-    """Raise if this thread is inside a trace of `jax.jit`."""
-    if type(find_top_trace(())) is _jit_trace_type():
-        if is_tracing_step():
-            raise ContextError(
-                "Strategy.run: called in a function passed to merge_call, so inside a "
-                "replica function. The replicas run already: call fn directly."
-            )
+    """Raise inside a replica function, and inside a transformation of JAX."""
+    if is_tracing_step():
+        raise ContextError(
+            "Strategy.run: called in a function passed to merge_call, so inside a "
+            "replica function. The replicas run already: call fn directly."
+        )
+    if type(find_top_trace(())) is not _eager_trace_type():
         raise _inside_a_transformation()
 
 
 @functools.cache
-def _jit_trace_type() -> type:
-    """The type of `jax.jit`'s traces, for which JAX has no public name."""
-    types: list[type] = []
-    jax.make_jaxpr(lambda: types.append(type(find_top_trace(()))))()
-    return types[0]
+def _eager_trace_type() -> type:
+    """The type of the trace outside transformations: JAX has no public name for it."""
+    with jax.ensure_compile_time_eval():
+        return type(find_top_trace(()))
 
 
 def _inside_a_transformation() -> ContextError:
     return ContextError(
-        "Strategy.run: called inside a JAX transformation such as jax.jit. "
-        "run compiles by itself: remove the jax.jit around it (in TF: @tf.function)."
+        "Strategy.run: called inside a JAX transformation such as jax.jit, or inside "
+        "rx.value_and_grad. run compiles by itself: remove the jax.jit around it (in "
+        "TF: @tf.function), and compute gradients in the function that run calls."
     )
