@@ -94,15 +94,11 @@ class Flow:
 
     def values(self, node: cst.CSTNode | None) -> list[cst.BaseExpression]:
         """The known expressions that a variable may be bound to."""
-        return [
-            value for definition in self.reaching(node) for value in definition.values
-        ]
+        return [v for definition in self.reaching(node) for v in definition.values]
 
     def value(self, node: cst.CSTNode | None) -> cst.BaseExpression | None:
         """The only expression that a variable may be bound to; else None."""
-        match [
-            (definition.values, definition.index) for definition in self.reaching(node)
-        ]:
+        match [(d.values, d.index) for d in self.reaching(node)]:
             case [([value], None)]:
                 return value
         return None

@@ -98,9 +98,7 @@ def _may_have_replicas(script: Script) -> bool:
     """Whether the script has a scope of a strategy that may have several replicas."""
     for block in scope_blocks(script):
         calls = creations(script, strategy_of(script, block))
-        paths = {
-            script.called_path(c) if isinstance(c, cst.Call) else "" for c in calls
-        }
+        paths = {isinstance(c, cst.Call) and script.called_path(c) for c in calls}
         if not paths.issubset(NAMES["strategies_of_one_replica"]):
             return True
     return False
@@ -270,13 +268,9 @@ def _values_of_callers(script: Script, node: Expression) -> list[Expression]:
     """
     values = [v for d in definitions(script, node) for v in d.values]
     arguments: list[Expression] = []
-    for definition in (
-        d for expression in [node, *values] for d in definitions(script, expression)
-    ):
-        param, function = (
-            script.parent(definition.node),
-            script.function_of(definition.node),
-        )
+    for definition in {d for x in (node, *values) for d in definitions(script, x)}:
+        param = script.parent(definition.node)
+        function = script.function_of(definition.node)
         if not isinstance(param, cst.Param) or function is None or definition.values:
             continue
         names = [p.name.value for p in function.params.params]

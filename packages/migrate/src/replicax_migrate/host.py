@@ -27,6 +27,7 @@ from replicax_migrate.tracing import class_of_method, with_callees
 from replicax_migrate.tree import (
     as_assignment,
     attr_of,
+    dtype_of_numbers,
     find,
     is_name,
     keyword,
@@ -159,9 +160,8 @@ def example_function(
         return _lambda_of_example(updated, extra)
     called = partial_of(script, node) or node
     is_method = isinstance(called, cst.Attribute)
-    keywords = (
-        {keyword_of(a) for a in node.args} if isinstance(node, cst.Call) else set()
-    )
+    bound = node.args if isinstance(node, cst.Call) else ()
+    keywords = {keyword_of(arg) for arg in bound}
     functions = script.functions(last_name(called))
     numbers = {_num_parameters(f, is_method, keywords) for f in functions}
     if numbers == {1}:
@@ -231,9 +231,8 @@ def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CST
 
     def draws(function: cst.CSTNode) -> bool:
         called = with_callees(script, [function])
-        return any(
-            p in _RANDOM_PATHS for f in called for _, p in _references(script, f)
-        )
+        paths = (path for f in called for _, path in _references(script, f))
+        return any(path in _RANDOM_PATHS for path in paths)
 
     return set(filter(draws, functions))
 
@@ -317,12 +316,11 @@ def _cast(site: CallSite) -> Expression:
 def _constant(site: CallSite) -> Expression:
     value = site.required(0, "value")
     call = by_row(site, HOST_OPERATORS)
-    kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
-    if len(call.args) > 1 or not kinds:
+    dtype = dtype_of_numbers(value)
+    if len(call.args) > 1 or not dtype:
         return call
-    # TensorFlow's default dtypes for Python's numbers.
-    dtype = site.script.string("float32" if cst.Float in kinds else "int32")
-    return call.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+    args = [cst.Arg(value), cst.Arg(site.script.string(dtype))]
+    return call.with_changes(args=args)
 
 
 def _random_image(site: CallSite) -> Expression:

@@ -77,10 +77,7 @@ def kind_of(script: Script, node: Expression) -> str | None:
     Returns:
         The kind; None if it is unknown, or if possible values have different kinds.
     """
-    return _only(
-        _kind_of_creation(script, constructor)
-        for constructor in constructors(script, node)
-    )
+    return _only(_kind_of_creation(script, c) for c in constructors(script, node))
 
 
 def is_class_of(
@@ -97,9 +94,7 @@ def constructors(script: Script, node: Expression) -> frozenset[Constructor]:
         Classes of the script, and targets such as `"keras.layers.Dense"`. A kind such
         as `"layer"` stands for an unknown class of this kind, None for any class.
     """
-    groups = (
-        _constructors_of(script, creation) for creation in creations(script, node)
-    )
+    groups = (_constructors_of(script, c) for c in creations(script, node))
     return frozenset[Constructor]().union(*groups)
 
 
@@ -135,21 +130,15 @@ def creations(script: Script, node: Expression) -> frozenset[Creation]:
         case cst.Name(value="self"):
             return frozenset([script.class_around(node)])
     if reaching := definitions(script, node):
-        groups = (
-            _creations_of_definition(script, definition) for definition in reaching
-        )
+        groups = (_creations_of_definition(script, d) for d in reaching)
         return frozenset[Creation]().union(*groups) or _UNKNOWN
     if isinstance(node, cst.Attribute):
         if node.attr.value in NAMES["variables"]:
             return frozenset(["variable"])
         owner = kind_of(script, node.value) or ""
         return frozenset([_KINDS_OF_ATTRIBUTES.get((owner, node.attr.value))])
-    definition = loop_container(script, node)
-    return (
-        _creations_of_element(script, *definition)
-        if definition is not None
-        else _UNKNOWN
-    )
+    container = loop_container(script, node)
+    return _creations_of_element(script, *container) if container else _UNKNOWN
 
 
 def _creations_of_all(script: Script, *nodes: Expression) -> frozenset[Creation]:
@@ -157,19 +146,14 @@ def _creations_of_all(script: Script, *nodes: Expression) -> frozenset[Creation]
     return frozenset[Creation]().union(*groups) or _UNKNOWN
 
 
-def _kind_of_creation(script: Script, constructor: Creation) -> str | None:
-    if isinstance(constructor, cst.Call):
-        return _only(
-            _kind_of_creation(script, inner)
-            for inner in _constructors_of(script, constructor)
-        )
-    if isinstance(constructor, cst.ClassDef):
-        return _kind_of_class(script, constructor)
-    return (
-        kind_of_target(constructor)
-        if constructor and is_dotted(constructor)
-        else constructor
-    )
+def _kind_of_creation(script: Script, creation: Creation) -> str | None:
+    if isinstance(creation, cst.Call):
+        inner = _constructors_of(script, creation)
+        return _only(_kind_of_creation(script, constructor) for constructor in inner)
+    if isinstance(creation, cst.ClassDef):
+        return _kind_of_class(script, creation)
+    is_target = creation is not None and is_dotted(creation)
+    return kind_of_target(creation) if is_target else creation
 
 
 def _only(kinds: Iterable[str | None]) -> str | None:
@@ -198,11 +182,9 @@ def _creations_of_item(
     script: Script, node: Expression, index: Expression
 ) -> frozenset[Creation]:
     items = elements_at(script, node, index)
-    return (
-        _creations_of_all(script, *items)
-        if items
-        else _creations_of_element(script, node, True)
-    )
+    if items:
+        return _creations_of_all(script, *items)
+    return _creations_of_element(script, node, True)
 
 
 def _creations_of_element(

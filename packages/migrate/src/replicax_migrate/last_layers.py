@@ -133,14 +133,11 @@ class LastCalls:
         elif isinstance(function, cst.Lambda):
             self._follow(function.body, is_layer=False)
         elif classes:
-            methods = [
-                m for owner in classes for m in methods_named(script, owner, "call")
-            ]
+            methods = [m for c in classes for m in methods_named(script, c, "call")]
             self.classes.update(with_bases(script, *classes))
-            values = (
-                v for method in methods[:1] for v in values_returned_by(script, method)
-            )
-            self._follow_all(values if len(methods) == 1 else (), False)
+            if len(methods) != 1:
+                raise Unported("unknown outputs")
+            self._follow_all(values_returned_by(script, methods[0]), False)
         else:
             self.calls[node] = None
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import libcst as cst
 
 from replicax_migrate.edits import Edits
+from replicax_migrate.kinds import is_class_of
 from replicax_migrate.last_layers import (
     LastCalls,
     is_model,
@@ -118,13 +119,14 @@ class _LossPort:
         self._script = script
         self.kind = kind
         self._losses = losses
-        models = (call for call in script.calls if is_model(script, call))
+        models = [call for call in script.calls if is_model(script, call)]
         ends = [LastCalls(script, call) for call in models]
         ends = [end for end in ends if end.activations() == {kind}]
         self._kept = {node for end in ends for node in end.seen - {end.model}}
         outer = [end for end in ends if end.model not in self._kept]
         self._kept |= {end.model for end in outer if self._predicts_only(end)}
         self.models = {end.model: end for end in outer if end.model not in self._kept}
+        self._others = {*models} - self.models.keys() - self._kept
 
     def edits(self) -> Edits:
         """The edits of models, metrics, losses and predictions, or raise `Unported`."""
@@ -178,7 +180,7 @@ class _LossPort:
                 if models - self.models.keys():
                     raise Unported("one of several models")
                 yield node
-            elif is_name(node, "self") and self._is_called_self(node):
+            elif self._is_called_self(node) or self._is_model_of_callback(node):
                 yield node
 
     def _predicts_only(self, end: LastCalls) -> bool:
@@ -203,8 +205,22 @@ class _LossPort:
     def _is_called_self(self, node: cst.CSTNode) -> bool:
         """Whether a node is `self` in `self(x)`, in the class of one of the models."""
         owners = {owner for model in self.models.values() for owner in model.classes}
-        is_called = self._script.call_of(node) is not None
+        is_called = is_name(node, "self") and self._script.call_of(node) is not None
         return is_called and self._script.class_around(node) in owners
+
+    def _is_model_of_callback(self, node: cst.CSTNode) -> bool:
+        """Whether a node is `self.model` in a callback."""
+        script = self._script
+        if script.code(node) != "self.model":
+            return False
+        is_callback = is_class_of(script, script.class_around(node), ("callback",))
+        if (
+            is_callback
+            and self._others
+            and (script.method_call(node) or script.call_of(node))
+        ):
+            raise Unported("the model of the callback may be another model")
+        return is_callback
 
     def _last_calls(self) -> dict[cst.Call, None]:
         return {last: None for model in self.models.values() for last in model.calls}
@@ -285,12 +301,10 @@ class _LossPort:
 
     def _refuse_other_losses(self, compiled: set[cst.CSTNode]) -> None:
         script = self._script
-        models = {call for call in script.calls if is_model(script, call)}
-        others = models - self.models.keys() - self._kept
         for loss in self._losses:
             calls = (p for p in script.parents(loss) if isinstance(p, cst.Call))
             compiles = {call for call in calls if _compiled_loss(call) is not None}
-            if (others and not compiles) or not compiles <= compiled:
+            if (self._others and not compiles) or not compiles <= compiled:
                 raise Unported("a loss that another model may use")
         if not all(self._has_loss(call) for call in script.calls if call in compiled):
             raise Unported("a model with another loss")

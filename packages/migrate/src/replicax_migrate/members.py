@@ -45,9 +45,8 @@ def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Exp
     In Keras 3 only `v.path` contains the names of layers.
     """
     parent = script.parent(node)
-    is_container = isinstance(parent, cst.ComparisonTarget) and isinstance(
-        parent.operator, cst.In | cst.NotIn
-    )
+    operator = parent.operator if isinstance(parent, cst.ComparisonTarget) else None
+    is_container = isinstance(operator, cst.In | cst.NotIn)
     is_searched = is_container and _is_weight(script, node.value)
     return updated.with_changes(attr=cst.Name("path")) if is_searched else updated
 

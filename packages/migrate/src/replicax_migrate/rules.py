@@ -312,11 +312,10 @@ def _converted(site: CallSite, name: str, form: str, value: Expression) -> Expre
 
 def _tensor(site: CallSite, before: Expression, value: Expression) -> Expression:
     """Convert variables and lists, which JAX refuses, to an array."""
-    needs_array = kind_of(site.script, before) == "variable" or is_list_of_numbers(
-        site.script.flow.resolve(before)
-    )
-    text = "keras.ops.convert_to_tensor({x})"
-    return site.make(text, x=value) if needs_array else value
+    is_list = is_list_of_numbers(site.script.flow.resolve(before))
+    if not is_list and kind_of(site.script, before) != "variable":
+        return value
+    return site.make("keras.ops.convert_to_tensor({x})", x=value)
 
 
 def _lower(site: CallSite, _: Expression, value: Expression) -> Expression:

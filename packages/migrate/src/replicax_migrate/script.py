@@ -143,7 +143,7 @@ class Script:
 
     def runs_on_host(self, node: cst.CSTNode) -> bool:
         """Whether an original node is in a host function."""
-        return any(parent in self.edits.host_functions for parent in self.parents(node))
+        return not self.edits.host_functions.isdisjoint(self.parents(node))
 
     def functions(self, name: str) -> list[cst.FunctionDef]:
         """The functions and methods of the script with a name."""

@@ -120,8 +120,9 @@ class _GraphSession:
             return (dotted_name(value) or "").rpartition(".")[0] or None
         if self._script.called_path(value) in NAMES["graph_initializers"]:
             return ""
-        is_call = isinstance(value, cst.Call) and method_name(value) == "initialize"
-        return dotted_name(object_of(value)) if is_call and not value.args else None
+        has_no_args = isinstance(value, cst.Call) and not value.args
+        is_initializer = has_no_args and method_name(value) == "initialize"
+        return dotted_name(object_of(value)) if is_initializer else None
 
     def _runs(self) -> Iterator[cst.Call]:
         for node in find(self._node.body, cst.Name):

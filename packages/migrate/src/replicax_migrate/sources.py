@@ -13,6 +13,7 @@ from replicax_migrate.rules import CallSite, Rule, by_template
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import MESSAGES, NAMES, READERS
 from replicax_migrate.tree import (
+    dtype_of_numbers,
     elements_of,
     find_arg,
     has_keyword,
@@ -22,7 +23,6 @@ from replicax_migrate.tree import (
     method_name,
     object_of,
     reachable,
-    walk,
     with_args,
 )
 from replicax_migrate.values import direct_values, possible_values
@@ -110,12 +110,9 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
             return site.make(text, x=after)
     if not _may_be_list(script, before):
         return after
-    kinds = {type(part) for part in walk(after)}
-    if cst.Float in kinds:  # TensorFlow's default dtypes for Python's numbers.
-        return site.make('np.array({x}, "float32")', x=after)
-    if isinstance(after, cst.List) and cst.Integer in kinds:
-        return site.make('np.array({x}, "int32")', x=after)
-    return site.make("np.array({x})", x=after)
+    dtype = dtype_of_numbers(after)
+    text = f'np.array({{x}}, "{dtype}")' if dtype else "np.array({x})"
+    return site.make(text, x=after)
 
 
 _DICT_OF_ARRAYS = "dict((name, np.array(value)) for name, value in {x}.items())"

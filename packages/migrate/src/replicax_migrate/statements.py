@@ -283,10 +283,8 @@ def plan_settings(script: Script) -> Edits:
     for node in script.nodes(cst.If):
         first, *rest = node.body.body
         is_raise = isinstance(only_statement(first) or first, cst.Raise) and not rest
-        has_branches = node.orelse is not None or isinstance(
-            script.parent(node), cst.If
-        )
-        if is_raise and not has_branches and _only_tests_version(script, node.test):
+        is_alone = node.orelse is None and not isinstance(script.parent(node), cst.If)
+        if is_raise and is_alone and _only_tests_version(script, node.test):
             script.note(node.test, MESSAGES["asserted_version"])
             edits.remove(node)
     settings = {d for d in script.flow.definitions if _is_setting(script, edits, d)}
@@ -307,9 +305,7 @@ def plan_settings(script: Script) -> Edits:
         unused -= used
     for definition in sorted(settings, key=lambda d: script.line(d.node)):
         uses = script.flow.uses(definition)
-        assigns = [
-            assign for use in uses if (assign := _attribute_assignment(script, use))
-        ]
+        assigns = list(filter(None, (_attribute_assignment(script, u) for u in uses)))
         if definition in unused:
             _drop_statement(script, edits, definition.values[0])
             for assign in assigns:
@@ -322,9 +318,8 @@ def plan_settings(script: Script) -> Edits:
 
 
 def _is_setting(script: Script, edits: Edits, definition: Definition) -> bool:
-    if not (script.edits.unchanged | edits.unchanged).isdisjoint(
-        script.parents(definition.node)
-    ):
+    unchanged = script.edits.unchanged | edits.unchanged
+    if not unchanged.isdisjoint(script.parents(definition.node)):
         return False  # The rewriter does not visit a node in an unchanged node.
     if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
         return False

@@ -51,9 +51,7 @@ def is_tf_function(script: Script, decorator: cst.Decorator) -> bool:
 
 def is_traced(script: Script, node: cst.CSTNode) -> bool:
     """Whether an original node is in a traced function."""
-    return any(
-        parent in script.edits.traced_functions for parent in script.parents(node)
-    )
+    return not script.edits.traced_functions.isdisjoint(script.parents(node))
 
 
 def plan_traced(script: Script) -> Edits:
@@ -70,9 +68,7 @@ def plan_traced(script: Script) -> Edits:
 
 def with_callees(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
     """Functions, and the functions of the script that they call, also indirectly."""
-    return set(
-        reachable(functions, lambda function: _called_functions(script, function))
-    )
+    return set(reachable(functions, lambda f: _called_functions(script, f)))
 
 
 def calls_in(script: Script, functions: Iterable[cst.CSTNode]) -> list[cst.Call]:

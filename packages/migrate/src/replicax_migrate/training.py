@@ -98,9 +98,9 @@ def _with_own_tape(script: Script, updated: cst.Call) -> Expression:
 
 def _estimator_minimize(script: Script, updated: cst.Call) -> cst.Call:
     """Port `minimize` to `rx.estimator.minimize`, which counts the step."""
-    values = [object_of(updated), arg_value(updated, 0, "loss")]
-    values.append(kwarg_value(updated, "var_list"))
-    args = [cst.Arg(value) for value in values if value is not None]
+    arguments = arg_value(updated, 0, "loss"), arg_value(updated, 2, "var_list")
+    values = [object_of(updated), *filter(None, arguments)]
+    args = [cst.Arg(value) for value in values if not is_name(value, "None")]
     return cst.Call(script.expression("rx.estimator.minimize"), args)
 
 
@@ -128,9 +128,9 @@ def _plan_tape(script: Script, edits: Edits, call: cst.Call) -> None:
     for statement in moved:
         edits.replacements[statement] = script.move_away(statement)
     models = sorted(set().union(*models_in))
-    var_list = arg_value(call, 9, "var_list")
+    var_list = arg_value(call, 2, "var_list")
     text = " + ".join(f"{name}.trainable_variables" for name in models)
-    if var_list is not None:
+    if var_list is not None and not is_name(var_list, "None"):
         text = script.code(var_list)
     edits.replacements[line] = functools.partial(_with_tape, script, line, moved, text)
     edits.replacements[call] = lambda updated: updated

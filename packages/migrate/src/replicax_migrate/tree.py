@@ -104,14 +104,33 @@ def calls_super(node: cst.CSTNode | None) -> bool:
 
 def is_list_of_numbers(node: cst.CSTNode) -> bool:
     """Whether a node is a literal list of numbers, also a nested list."""
-    parts = [
-        p.expression if isinstance(p, cst.UnaryOperation) else p
-        for p in elements_of(node)
-    ]
-    return bool(parts) and all(
-        isinstance(number, cst.BaseNumber) or is_list_of_numbers(number)
-        for number in parts
-    )
+    is_list = bool(elements_of(node))
+    return is_list and all(isinstance(leaf, cst.BaseNumber) for leaf in _leaves(node))
+
+
+def dtype_of_numbers(node: cst.CSTNode) -> str:
+    """TensorFlow's default dtype for a number, or for a list of numbers.
+
+    `""` if the dtype may depend on a variable: `[x, 1]` may be a list of floats.
+    """
+    leaves = list(_leaves(node))
+    is_list = isinstance(node, cst.List | cst.Tuple | cst.ListComp)
+    is_literal = all(isinstance(leaf, cst.Float | cst.Integer) for leaf in leaves)
+    if any(isinstance(leaf, cst.Float) for leaf in leaves):
+        return "float32" if is_list or is_literal else ""
+    return "int32" if is_literal and leaves and not any(find(node, cst.Divide)) else ""
+
+
+def _leaves(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """The parts of nested lists, and of operations with numbers."""
+    is_operation = isinstance(node, cst.UnaryOperation | cst.BinaryOperation)
+    parts = operands(node) if is_operation else elements_of(node)
+    if isinstance(node, cst.ListComp):
+        parts = [node.elt]
+    for part in parts:
+        yield from _leaves(part)
+    if not parts:
+        yield node
 
 
 def operands(node: cst.CSTNode) -> list[cst.BaseExpression]:
@@ -334,7 +353,5 @@ def is_docstring(line: cst.CSTNode) -> bool:
 
 def methods_of(owner: cst.ClassDef) -> dict[str, cst.FunctionDef]:
     """The methods in the body of a class, by name."""
-    methods = (
-        method for method in owner.body.body if isinstance(method, cst.FunctionDef)
-    )
+    methods = (m for m in owner.body.body if isinstance(m, cst.FunctionDef))
     return {method.name.value: method for method in methods}

@@ -110,10 +110,8 @@ def _definition_values(script: Script, definition: Definition) -> list[Expressio
 
 def is_parameter(script: Script, node: Expression) -> bool:
     """Whether a variable may be a parameter, so that its values may be unknown."""
-    reaching = script.flow.reaching(node)
-    return any(
-        isinstance(script.parent(definition.node), cst.Param) for definition in reaching
-    )
+    parents = (script.parent(d.node) for d in script.flow.reaching(node))
+    return any(isinstance(parent, cst.Param) for parent in parents)
 
 
 @ends_at_cycles([])
@@ -213,11 +211,8 @@ def _container(
         return _container(parts[1], node, args[0])
     if is_name(iterable.func, "zip") and 0 <= i < len(args):
         return _container(parts[i], node, args[i])
-    return (
-        (object_of(iterable), True)
-        if method_name(iterable) == "items" and i == 1
-        else None
-    )
+    has_values = method_name(iterable) == "items" and i == 1
+    return (object_of(iterable), True) if has_values else None
 
 
 def _elements_of_call(script: Script, node: cst.Call) -> list[Expression]:
@@ -257,11 +252,8 @@ def direct_values(script: Script, node: Expression) -> list[Expression]:
             sources += _definition_values(script, definition)
         else:
             index = cst.Integer(str(definition.index))
-            sources += [
-                e
-                for value in definition.values
-                for e in elements_at(script, value, index)
-            ]
+            for value in definition.values:
+                sources += elements_at(script, value, index)
     return sources
 
 
