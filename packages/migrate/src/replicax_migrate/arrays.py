@@ -22,6 +22,7 @@ from replicax_migrate.tables import (
 )
 from replicax_migrate.tracing import RANDOM_FUNCTIONS, class_of_method, is_traced
 from replicax_migrate.tree import (
+    dtype_of_numbers,
     elements_of,
     find,
     find_arg,
@@ -54,11 +55,12 @@ def _variable(site: CallSite) -> Expression:
         raise Unported(MESSAGES["traced_value"])
     call = by_row(site)
     value = call.args[0].value if call.args else None
-    number = value.expression if isinstance(value, cst.UnaryOperation) else value
-    if isinstance(number, cst.Integer) and kwarg_value(call, "dtype") is None:
-        dtype = keyword("dtype", site.script.string("int32"))
-        return with_args(call, [*call.args, dtype])  # Keras' default is float32.
-    return call
+    if value is None or kwarg_value(call, "dtype") is not None:
+        return call
+    dtype = "bool" if is_name(value, "True", "False") else dtype_of_numbers(value)
+    if dtype in {"", "float32"}:  # Keras' default is float32.
+        return call
+    return with_args(call, [*call.args, keyword("dtype", site.script.string(dtype))])
 
 
 def _in_layer_method(script: Script, node: cst.CSTNode) -> bool:

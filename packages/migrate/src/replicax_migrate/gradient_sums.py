@@ -37,6 +37,7 @@ from replicax_migrate.tree import (
     elements_of,
     find,
     is_name,
+    keyword_of,
     kwarg_value,
     last_name,
     method_name,
@@ -293,11 +294,20 @@ def _terms_of_loss_object(script: Script, loss: Creation) -> _Terms:
 
 def _is_unreduced(script: Script, loss: cst.Call) -> bool:
     """Whether a call makes a loss function that returns one value per example."""
+    passed = [a.value for a in loss.args if keyword_of(a) in {"", "reduction"}]
+    if any(_is_no_reduction(script, value) for value in passed):
+        return True
     reduction = kwarg_value(loss, "reduction")
     for owner in script.classes(last_name(loss.func)) if reduction is None else ():
         init = methods_of(owner).get("__init__")
         params = init.params.params if init is not None else ()
         defaults = (p.default for p in params if p.name.value == "reduction")
         reduction = next(defaults, None)
-    is_none = is_name(reduction, "None") or string_of(reduction) == "none"
-    return is_none or find_target(script.names.tf_path(reduction)) == "None"
+    is_none = is_name(reduction, "None")
+    return is_none or _is_no_reduction(script, reduction)
+
+
+def _is_no_reduction(script: Script, node: Expression | None) -> bool:
+    """Whether a node is `"none"` or `tf.keras.losses.Reduction.NONE`."""
+    target = find_target(script.names.tf_path(node))
+    return target == "None" or string_of(node) == "none"

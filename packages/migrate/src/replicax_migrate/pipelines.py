@@ -56,9 +56,8 @@ def plan_pipelines(script: Script) -> Edits:
         # Functions such as `standardize=function` run in TensorFlow.
         if script.called_path(call) in NEED_TENSORFLOW:
             for arg in call.args:
-                edits.unchanged.update(
-                    {*script.functions(dotted_name(arg.value) or "")}
-                )
+                name = dotted_name(arg.value) or ""
+                edits.unchanged.update(script.functions(name))
     pipelines = find_pipelines(script)
     operators = (call for pipeline in pipelines for call in pipeline.operators)
     maps = {call for call in operators if method_name(call) == "map"}
@@ -162,21 +161,16 @@ def _plan_epochs(script: Script, edits: Edits, pipeline: Pipeline) -> None:
     Strategies and `fit` need no `next_epoch`: they reshuffle in each epoch.
     """
     datasets = {*pipeline.operators, *(node for node, _ in pipeline.sources)}
-    flag = "reshuffle_each_iteration"
-    flags = [
-        arg_value(c, 2, flag) for c in pipeline.operators if method_name(c) == "shuffle"
-    ]
+    shuffles = (call for call in pipeline.operators if method_name(call) == "shuffle")
+    flags = [arg_value(call, 2, "reshuffle_each_iteration") for call in shuffles]
     if not pipeline.is_stream and all(is_name(value, "False") for value in flags):
         return
     for loop in script.nodes(cst.For, cst.CompFor):
         iterable = loop.iter
         # The dataset in `enumerate(zip(dataset, x))`.
-        while (
-            isinstance(iterable, cst.Call)
-            and iterable.args
-            and iterable not in datasets
-        ):
-            if iterable.args[0].star or not is_name(iterable.func, *NAMES["iterating"]):
+        while isinstance(iterable, cst.Call) and iterable not in datasets:
+            is_iterating = is_name(iterable.func, *NAMES["iterating"])
+            if not is_iterating or not iterable.args or iterable.args[0].star:
                 break
             iterable = iterable.args[0].value
         if method_name(iterable) == "enumerate":

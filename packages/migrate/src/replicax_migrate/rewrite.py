@@ -140,9 +140,8 @@ def _ported_name(script: Script, node: cst.Name | cst.Attribute) -> Expression:
 
 def _is_annotation(script: Script, node: cst.CSTNode) -> bool:
     """Whether a node is in a type annotation, and no pipeline of tf.data stays."""
-    keeps_pipeline = any(
-        finding.reason.startswith(PIPELINE_STAYS) for finding in script.findings
-    )
+    reasons = (finding.reason for finding in script.findings)
+    keeps_pipeline = any(reason.startswith(PIPELINE_STAYS) for reason in reasons)
     return not keeps_pipeline and script.enclosing(node, cst.Annotation) is not None
 
 

@@ -90,8 +90,6 @@ def _tensors(site: CallSite) -> Expression:
 
 def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression:
     """Convert the lists in a structure to arrays, where TensorFlow makes tensors."""
-    if isinstance(before, cst.Dict) and not isinstance(after, cst.Dict):
-        before = before.elements[0].value
     if (parts := _structure_parts(before)) is not None:
         field = "args" if isinstance(after, cst.Call) else "elements"
         arrays = [
@@ -101,12 +99,9 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
         return after.with_changes(**{field: arrays})
     script = site.script
     for value in possible_values(script, before):
-        if any(
-            _may_be_list(script, inner.value) for inner in _structure_parts(value) or ()
-        ):
-            text = (
-                "tuple(map(np.array, {x}))" if elements_of(value) else _DICT_OF_ARRAYS
-            )
+        parts = _structure_parts(value) or ()
+        if any(_may_be_list(script, part.value) for part in parts):
+            text = _TUPLE_OF_ARRAYS if elements_of(value) else _DICT_OF_ARRAYS
             return site.make(text, x=after)
     if not _may_be_list(script, before):
         return after
@@ -115,6 +110,7 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
     return site.make(text, x=after)
 
 
+_TUPLE_OF_ARRAYS = "tuple(map(np.array, {x}))"
 _DICT_OF_ARRAYS = "dict((name, np.array(value)) for name, value in {x}.items())"
 
 
@@ -127,14 +123,10 @@ def _structure_parts(structure: Expression) -> Sequence[Any] | None:
 
 
 def _may_be_list(script: Script, node: Expression) -> bool:
-    return any(
-        isinstance(value, cst.List | cst.ListComp)
-        or (
-            isinstance(value, cst.Call)
-            and is_name(value.func, *NAMES["list_functions"])
-        )
-        for value in possible_values(script, node)
-    )
+    values = list(possible_values(script, node))
+    functions = [value.func for value in values if isinstance(value, cst.Call)]
+    is_list = any(isinstance(value, cst.List | cst.ListComp) for value in values)
+    return is_list or any(is_name(f, *NAMES["list_functions"]) for f in functions)
 
 
 SOURCE_RULES: dict[str, Rule | None] = {

@@ -156,9 +156,8 @@ def plan_randomness(script: Script) -> Edits:
     edits = Edits()
     owners = {block: script.function_of(block) for block in scope_blocks(script)}
     for node in script.calls:
-        if script.called_path(node) not in RANDOM_FUNCTIONS or not is_traced(
-            script, node
-        ):
+        is_random = script.called_path(node) in RANDOM_FUNCTIONS
+        if not is_random or not is_traced(script, node):
             continue
         if _plan_own_generator(script, edits, node):
             edits.generators[node] = f"self.{_GENERATOR_NAME}"
