@@ -113,7 +113,7 @@ class Peer:
                 python,
                 _environment(entry, case, batch, tiny)
                 | _world(addresses if is_joined else [addresses[rank]], rank)
-                | (variables or {}),
+                | dict(variables or {}),
                 errors,
             )
             for rank, errors in enumerate(self._errors)

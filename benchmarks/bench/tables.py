@@ -281,7 +281,7 @@ def _rounds(group: Mapping[str, Any]) -> str:
 
 def _median(values: float | Sequence[float]) -> float:
     """Of one value a start; of the one value in files with one start."""
-    return values if isinstance(values, float) else statistics.median(values)
+    return statistics.median(values) if isinstance(values, Sequence) else values
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
