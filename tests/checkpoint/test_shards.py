@@ -141,6 +141,18 @@ def test_a_read_touches_only_its_rows(tmp_path: Path) -> None:
         saved.read()
 
 
+def test_arrays_are_not_read_from_another_checkpoint(tmp_path: Path) -> None:
+    """A model that is built after the restore reads its weights only then."""
+    source = rx.Checkpoint(x=np.zeros(4))
+    path = source.write(tmp_path / "c")
+    saved = storage.read(Path(path)).arrays["x"]
+    np.testing.assert_array_equal(saved.read(), np.zeros(4))
+    source.x = np.ones(4)
+    source.write(path)
+    with pytest.raises(CheckpointError, match=r"arrays-0.bin .* restore again"):
+        saved.read()
+
+
 def two_workers(folder: str) -> dict[str, bool]:
     """Write one checkpoint, and read those of all layouts."""
     strategy = rx.FullyShardedStrategy(timeouts=rx.Timeouts(startup=90))

@@ -35,6 +35,7 @@ class Shard:
         shape: Its shape.
         data: Its elements in memory, or its file; None in other workers.
         offset: Where the shard begins in its file, in bytes.
+        folder_id: Differs for another checkpoint that is written to the same path.
     """
 
     worker: int
@@ -42,6 +43,7 @@ class Shard:
     shape: Shape
     data: np.ndarray | jax.Array | Path | None
     offset: int = 0
+    folder_id: tuple[int, int] | None = None
 
     def copy_to(self, part: np.ndarray, first: Sequence[int]) -> None:
         """Copy the elements that are also in `part`, which begins at index `first`."""
@@ -67,7 +69,10 @@ class Shard:
         row_bytes = dtype.itemsize * math.prod(self.shape[1:])
         offset, count = self.offset + begin * row_bytes, (end - begin) * row_bytes
         try:
-            data = np.fromfile(self.data, np.uint8, count, offset=offset)
+            with self.data.open("rb") as file:
+                if _folder_id(self.data.parent) != self.folder_id:
+                    raise ValueError("another checkpoint replaced it; restore again")
+                data = np.fromfile(file, np.uint8, count, offset=offset)
             return array_of(data, str(dtype), (end - begin, *self.shape[1:]))
         except (OSError, ValueError) as error:
             raise CheckpointError(
@@ -125,6 +130,11 @@ class ShardedArray:
         return jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
 
 
+def _folder_id(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
 def file_of(worker: int) -> str:
     """Name of the file with the shards of a worker."""
     return f"arrays-{worker}.bin"
@@ -159,6 +169,7 @@ def table_of(arrays: Mapping[str, ShardedArray]) -> JSONObject:
 
 def from_table(folder: Path, table: JSONObject) -> dict[str, ShardedArray]:
     """Return the arrays that `table_of` describes; they are in files of the folder."""
+    folder_id = _folder_id(folder)
     arrays: dict[str, ShardedArray] = {}
     for name, entry in table.items():
         shards = [
@@ -168,6 +179,7 @@ def from_table(folder: Path, table: JSONObject) -> dict[str, ShardedArray]:
                 shape=tuple(shard["shape"]),
                 data=folder / file_of(shard["worker"]),
                 offset=shard["offset"],
+                folder_id=folder_id,
             )
             for shard in entry["shards"]
         ]
