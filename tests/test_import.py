@@ -242,3 +242,19 @@ def assert_refused(process: subprocess.CompletedProcess[str], backend: str) -> N
     assert f"'{backend}'" in error
     assert "KERAS_BACKEND" in error
     assert "jax" in error
+
+
+def test_the_first_tape_leaves_compiled_functions_as_they_are() -> None:
+    """JAX compiles all functions again when its caches' keys get another part."""
+    process = run_python(
+        "import jax, replicax as rx\n"
+        "strategy = rx.OneDeviceStrategy('cpu:0')\n"
+        "function = jax.jit(lambda x: print('traced') or x)\n"
+        "function(1.0)\n"
+        "def step():\n"
+        "    with rx.GradientTape() as tape:\n"
+        "        return 0.0\n"
+        "strategy.run(step)\n"
+        "function(1.0)\n"
+    )
+    assert process.stdout == "traced\n", process.stderr

@@ -23,13 +23,17 @@ __all__ = [
     "entered_context",
     "outside_meshes",
     "outside_scopes",
+    "recorded_by",
     "required_context",
 ]
 
 
-# Part of the key of JAX's caches: traces of functions that the user jits depend on the
-# replica context, such as on the number of replicas that hold examples.
+# Parts of the key of JAX's caches: traces of functions that the user jits depend on the
+# replica context, such as on the number of replicas that hold examples, and on whether
+# a tape records. Both are here, since a part that is added later changes the keys of
+# all functions: JAX would compile each again, in a call that an interrupt could stop.
 _traced_in = jax.make_user_context(None)
+recorded_by = jax.make_user_context(None)
 
 T = TypeVar("T")
 

@@ -12,14 +12,11 @@ from jax.extend.core import set_current_trace
 from replicax._private.tape import Recording, transposed
 from replicax.engine.blocks import regathered
 from replicax.engine.checks.divergence import gradient_marks
+from replicax.engine.scope import recorded_by
 from replicax.engine.step_trace import StepTrace
 from replicax.engine.variables import Variable
 
 __all__ = ["StepTape"]
-
-# Part of the key of JAX's caches: a function jitted by the user, which reads variables,
-# is traced again when a tape records.
-_recorded_by = jax.make_user_context(None)
 
 
 class StepTape:
@@ -47,7 +44,7 @@ class StepTape:
         set_current_trace(self._recording).__enter__()
         self.trace.scope.tapes.append(self)
         try:
-            with _recorded_by(len(self.trace.recordings)):
+            with recorded_by(len(self.trace.recordings)):
                 yield
         finally:
             self._recording.is_open = False
