@@ -106,14 +106,16 @@ def in_async(done: threading.Event, main: int = threading.get_ident()) -> None:
         )
 
 
-ARMED: list[threading.Event] = []
+ARMED: list[tuple[threading.Event, threading.Thread]] = []
 
 
 def disarm() -> None:
     """Have no timer interrupt any more, whoever set it."""
     signal.setitimer(signal.ITIMER_REAL, 0)
-    for done in ARMED:
+    for done, thread in ARMED:
         done.set()
+        if thread.ident:  # An interrupt may have come before its start.
+            thread.join(10)
 
 
 def by_timer(send: Callable[[threading.Event], None]) -> Callable[[float], None]:
@@ -121,13 +123,14 @@ def by_timer(send: Callable[[threading.Event], None]) -> Callable[[float], None]
 
     def arm(delay: float) -> None:
         done = threading.Event()
-        ARMED[:] = [done]
 
         def work() -> None:
             while not done.wait(delay):
                 send(done)
 
-        threading.Thread(target=work, daemon=True).start()
+        thread = threading.Thread(target=work, daemon=True)
+        ARMED[:] = [(done, thread)]
+        thread.start()
 
     return arm
 

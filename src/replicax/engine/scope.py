@@ -29,9 +29,8 @@ __all__ = [
 
 
 # Parts of the key of JAX's caches: traces of functions that the user jits depend on the
-# replica context, such as on the number of replicas that hold examples, and on whether
-# a tape records. Both are here, since a part that is added later changes the keys of
-# all functions: JAX would compile each again, in a call that an interrupt could stop.
+# replica context and on whether a tape records. A part that is added later changes all
+# keys: JAX would compile each function again, in a call that an interrupt could stop.
 _traced_in = jax.make_user_context(None)
 recorded_by = jax.make_user_context(None)
 
