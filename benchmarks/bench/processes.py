@@ -148,12 +148,16 @@ class Peer:
             max(a["device_peak"] for a in answers),
         )
 
-    def close(self) -> None:
-        """End the processes; those that do not end by themselves are killed."""
+    def finish(self) -> None:
+        """Let the processes end by themselves."""
         for process in self._processes:
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
+
+    def close(self) -> None:
+        """End the processes; those that do not end by themselves are killed."""
+        self.finish()
         deadline = time.monotonic() + 10
         for process in self._processes:
             try:

@@ -84,6 +84,8 @@ def measure(
             )
         finally:
             for peer in peers.values():
+                peer.finish()
+            for peer in peers.values():
                 peer.close()
     return {
         "case": case,
