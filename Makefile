@@ -24,6 +24,11 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 # replicax and the distributions that stand on it, from this checkout.
 SATELLITES := --editable packages/estimator --editable packages/migrate
 
+TF_PY := ../.bench/tensorflow/bin/python
+# A table that is there is not measured again, as with --resume.
+bench_table = cd benchmarks && { [ -s results/$(1).md ] || { ../$(PY) $(2) \
+  >results/$(1).part && mv results/$(1).part results/$(1).md; }; }
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: bench demo docs release soak test test-all test-cuda test-gpu test-next test-nightly \
@@ -67,8 +72,12 @@ test-gpu: $(VENV)/.test ## trains on the GPUs of this machine under each strateg
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PY) -m pytest -n 6 --dist worksteal tests/gpu
 
-bench: $(VENV)/.test ## steps beside other libraries, into benchmarks/results; takes an hour
+bench: $(VENV)/.test ## beside other libraries, into benchmarks/results; takes four hours
 	cd benchmarks && ../$(PY) -m bench --output results --peers ../.bench --resume
+	$(call bench_table,first_steps,first_steps.py)
+	$(call bench_table,growth,growth.py --picture results/growth.png)
+	$(call bench_table,parameter_servers,parameter_servers.py --peer-python $(TF_PY))
+	$(call bench_table,parameter_servers_cnn,parameter_servers.py --model cnn --steps 100 --peer-python $(TF_PY))
 
 soak: $(VENV)/.test ## long trainings whose processes are killed; takes half an hour
 	$(PY) benchmarks/soak.py
