@@ -66,6 +66,19 @@ def test_numbers_and_variables_may_be_returned(strategy) -> None:
     ]  # fmt: skip
 
 
+def test_a_returned_variable_has_its_value_in_the_step(strategy) -> None:
+    with strategy.scope():
+        w = keras.Variable(1.0)
+
+    def step() -> keras.Variable:
+        w.assign_add(1.0)
+        return w
+
+    assert [float(strategy.run(step)) for _ in range(3)] == [2.0, 3.0, 4.0]
+    w.assign(7.0)
+    assert [float(strategy.run(lambda: w)), float(strategy.run(step))] == [7.0, 8.0]
+
+
 @pytest.mark.parametrize("result", ["text", object(), {1, 2}, jnp.sum])
 def test_other_results_are_returned_as_they_are(strategy, result) -> None:
     assert strategy.run(lambda: {"a": [result]})["a"][0] is result

@@ -23,11 +23,7 @@ from replicax.engine.collectives import (
 from replicax.engine.overlap.buckets import plan_sums, sum_in_order
 from replicax.engine.replica_axis import ReplicaAxis
 
-__all__ = [
-    "CollectiveCommunication",
-    "CommunicationOptions",
-    "sum_gradients",
-]
+__all__ = ["CollectiveCommunication", "CommunicationOptions", "sum_gradients"]
 
 
 _SMALL_BYTES = 2**16  # Sums of smaller gradients, such as of biases, need no overlap.

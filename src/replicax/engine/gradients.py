@@ -22,9 +22,7 @@ __all__ = ["GradientTape", "clip_by_global_norm", "value_and_grad"]
 
 
 def value_and_grad(
-    loss_fn: Callable[..., PyTree],
-    variables: Sequence[Variable],
-    has_aux: bool = False,
+    loss_fn: Callable[..., PyTree], variables: Sequence[Variable], has_aux: bool = False
 ) -> Callable[..., PyTree]:
     """Make a function that returns `loss_fn`'s value and its gradients for variables.
 

@@ -204,11 +204,7 @@ class ReplicaGroup:
         if self.num_per_device == 1:
             return fn
         return jax.vmap(
-            fn,
-            in_axes,
-            out_axes,
-            axis_name=_ON_DEVICE,
-            axis_size=self.num_per_device,
+            fn, in_axes, out_axes, axis_name=_ON_DEVICE, axis_size=self.num_per_device
         )
 
     def stacked(self, x: ArrayLike) -> jax.Array:

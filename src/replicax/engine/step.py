@@ -133,16 +133,15 @@ class ReplicaStep:
             return self._on_each_replica(replica_step, leaves)
 
         def replica_step(leaves: Leaves) -> PyTree:
-            call = self._arguments.bind(self._fn, leaves)
-            trace = StepTrace(call, RecordingScope(recorder))
+            trace = StepTrace(self._call(leaves), RecordingScope(recorder))
             context = self._context()
             with entered_context(context):
-                out = trace.execute()
+                _, results = trace.execute()
             recorder.written.update(trace.scope.written)
             updates[:] = trace.scope.deferred
             self.mirrored_sums |= context.mirrored_sums
             new = [value for _, value in trace.scope.updates()]
-            return self._flat_results(out), new, *trace.scope.deferred.values()
+            return results, new, *trace.scope.deferred.values()
 
         traced = self._on_all_devices(step, (self.leaf_specs(),), PartitionSpec())
         with recorder:
@@ -349,9 +348,8 @@ class ReplicaStep:
             def trace_of(call: Callable[[], PyTree]) -> StepTrace:
                 return StepTrace(call, self._scope_of(start))
 
-            trace = trace_of(self._arguments.bind(self._fn, leaves))
-            out = trace.execute()
-            results = self._flat_results(out)
+            trace = trace_of(self._call(leaves))
+            out, results = trace.execute()
             if self._are_rows and context.num_replicas_here > 1:
                 require_rows(
                     self._name,
@@ -379,6 +377,17 @@ class ReplicaStep:
             ]
         self.trains = self.trains or context.has_trained
         return results, list(trace.scope.deferred.values()), new
+
+    def _call(self, leaves: Leaves) -> Callable[[], tuple[PyTree, Arrays]]:
+        """A call of the function that returns its results, and their arrays."""
+        call = self._arguments.bind(self._fn, leaves)
+
+        def call_and_flatten() -> tuple[PyTree, Arrays]:
+            out = call()
+            # Variables among the results have their new values only in this scope.
+            return out, self._flat_results(out)
+
+        return call_and_flatten
 
     def _flat_results(self, out: PyTree) -> Arrays:
         self.results = ResultStructure(out, self._name)
