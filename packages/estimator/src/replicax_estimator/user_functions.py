@@ -209,8 +209,8 @@ def accepted_arguments(
     ]
     if unknown:
         raise ValueError(
-            f"Estimator: {name} requires the arguments {unknown}, but gets only "
-            f"{[*required, *available]}. Bind the others with functools.partial."
+            f"Estimator: {name} requires the arguments {unknown}. The estimator passes "
+            f"only {[*required, *available]}: bind the others with functools.partial."
         )
     accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = set(available) if accepts_all else {p.name for p in parameters}
