@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from tcp import connect
+
 TOKEN = "only for this benchmark"
 
 
@@ -149,16 +151,7 @@ def update_round_trip(
 
 
 def tcp_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            connection = socket.create_connection(("127.0.0.1", port))
-            break
-        except ConnectionRefusedError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = connect("127.0.0.1", port)
     buffer = memoryview(bytearray(values.nbytes))
 
     def go() -> None:

@@ -31,21 +31,14 @@ _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 
 _SEND = """
 import socket, sys, threading, time
+from tcp import connect
 peer, port, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 is_server = peer == "-"
 if is_server:
     connection = socket.create_server(("", port)).accept()[0]
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 else:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            connection = socket.create_connection((peer, port))
-            break
-        except ConnectionRefusedError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = connect(peer, port)
 connection.settimeout(60)
 def receive(count):
     view = memoryview(bytearray(2**20))
@@ -156,6 +149,7 @@ def measure_link(hosts: Sequence[Host], gbit: float) -> LinkTest:
     processes = [
         subprocess.Popen(
             [*host.prefix, sys.executable, "-c", _SEND, peer, "7001", str(size)],
+            cwd=Path(__file__).parent,  # `-c` imports from here.
             stdout=subprocess.PIPE,
             text=True,
         )
