@@ -26,6 +26,7 @@ from replicax.cpu import lowering, settings  # isort: skip
 # Name, batch, size, kernel, stride, features, outputs, groups.
 LAYERS = [
     ("3x3, 64 to 64 at 16x16", 16, 16, 3, 1, 64, 64, 1),
+    ("3x3, 32 to 32 at 64x64, batch 4", 4, 64, 3, 1, 32, 32, 1),
     ("3x3, 512 to 512 at 2x2", 16, 2, 3, 1, 512, 512, 1),
     ("3x3 stride 2, 256 to 512 at 4x4", 16, 4, 3, 2, 256, 512, 1),
     ("7x7 stride 2, 3 to 64 at 64x64", 16, 64, 7, 2, 3, 64, 1),

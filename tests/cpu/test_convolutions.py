@@ -254,6 +254,45 @@ def test_filter_gradients_of_few_channels(channels, outputs, served) -> None:
 
 
 @pytest.mark.parametrize(
+    ("images", "size", "strides", "dilation", "padding", "in_strips"),
+    [
+        (1, (8, 5), (1, 1), (1, 1), "SAME", True),
+        (3, (12, 7), (2, 1), (1, 1), "SAME", True),
+        (2, (10, 6), (1, 1), (2, 1), "VALID", True),
+        (4, (9,), (1,), (1,), "SAME", True),
+        (4, (7, 8), (1, 1), (1, 1), "SAME", True),
+        (8, (8, 8), (1, 1), (1, 1), "SAME", False),  # Enough images.
+        (1, (17, 8), (1, 1), (1, 1), "SAME", False),  # No divisor up to 16.
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_filter_gradients_of_few_images(
+    images, size, strides, dilation, padding, in_strips, is_last
+) -> None:
+    rng = np.random.default_rng(12)
+    x = whole(rng, (images, *size, 3) if is_last else (images, 3, *size))
+    taps = (3,) * len(size)
+    w = whole(rng, (*taps, 3, 4) if is_last else (4, 3, *taps))
+    space = "HW"[: len(size)]
+    layout = f"N{space}C" if is_last else f"NC{space}"
+    f = partial(
+        lax.conv_general_dilated,
+        window_strides=strides,
+        padding=padding,
+        rhs_dilation=dilation,
+        dimension_numbers=(layout, f"{space}IO" if is_last else f"OI{space}", layout),
+    )
+
+    def gradient(x, dy):
+        return jax.linear_transpose(partial(f, x), w)(dy)
+
+    dy = whole(rng, f(x, w).shape)
+    assert_equal(*both(gradient, x, dy))
+    assert ("stablehlo.concatenate" in lowered(gradient, x, dy)) is in_strips
+    assert "stablehlo.concatenate" not in lowered_by_jax(gradient, x, dy)
+
+
+@pytest.mark.parametrize(
     ("taps", "strides", "dilation", "padding", "layout"),
     [
         ((3, 3, 3), (1, 1, 1), (1, 1, 1), "SAME", "NDHWC"),

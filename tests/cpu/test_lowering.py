@@ -69,6 +69,7 @@ CONVOLUTIONS = [
     ("taps", (2, 3, 3, 4), (1, 1, 8, 4), {"spec": "HWOI"}),
     ("outputs", (1, 8, 8, 2), (7, 7, 2, 32), {"padding": "VALID"}),
     ("outputs", (4, 3, 3, 2), (2, 2, 2, 4), {"batch_group_count": 2, "out": True}),
+    ("strips", (3, 10, 9, 2), (8, 8, 2, 3), {"padding": "VALID"}),
     ("sums", (3, 4, 4, 2), (3, 3, 2, 3), {"batch_group_count": 3, "out": True}),
 ]
 

@@ -2,8 +2,9 @@
 
 Arrays have one order here, for any layout of the layer: the input
 `[batch, *space, features]`, the kernel `[*taps, features / groups, outputs]` and the
-result `[batch, *space, outputs]`. The forms for filter gradients, `by_outputs` and
-`by_sums`, use another order: arrays of channels-last layers need no transposition.
+result `[batch, *space, outputs]`. The forms for filter gradients, `by_outputs`,
+`by_strips` and `by_sums`, use another order: arrays of channels-last layers need no
+transposition.
 """
 
 import functools
@@ -24,6 +25,7 @@ __all__ = [
     "by_groups",
     "by_outputs",
     "by_patches",
+    "by_strips",
     "by_sums",
     "by_taps",
     "pad",
@@ -328,6 +330,41 @@ def by_outputs(
     else:
         y = jnp.stack([product("kn,ko->no", e, weights) for e in parts])
     return y.reshape(*space, batch, outputs)
+
+
+def by_strips(
+    x: jax.Array,
+    kernel: jax.Array,
+    windows: Sequence[Window],
+    strips: int,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Let XLA convolve strips of the images, for filter gradients of small batches.
+
+    Each strip of the first dimension counts as one more image, so `strips` divides the
+    kernel's first dimension. Arguments and result are those of `by_outputs`.
+    """
+    first, *others = windows
+    length = first.taps // strips
+    span = (first.outputs - 1) * first.stride + (length - 1) * first.dilation + 1
+    x = pad(x, [first, *(Window(w.size, 1) for w in others)])
+    starts = range(0, first.taps * first.dilation, length * first.dilation)
+    parts = [lax.slice_in_dim(x, start, start + span, axis=1) for start in starts]
+    # Strips of an image stay together: the axis of images may be sharded over devices.
+    images = jnp.stack(parts, 1).reshape(-1, span, *x.shape[2:])
+    last = x.ndim - 1
+    order = (last, 0, *range(1, last))
+    return lax.conv_general_dilated(
+        images,
+        kernel.reshape(-1, length, *kernel.shape[2:]),
+        [w.stride for w in windows],
+        [(0, 0), *((w.low, w.high) for w in others)],
+        rhs_dilation=[w.dilation for w in windows],
+        dimension_numbers=lax.ConvDimensionNumbers(
+            order, order, (last - 1, last, *range(last - 1))
+        ),
+        precision=precision,
+    )
 
 
 def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.Array:

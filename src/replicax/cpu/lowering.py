@@ -20,11 +20,12 @@ from jax.interpreters import ad, mlir
 
 from replicax._private.jax import allow_high_operations, lowering_rule_for_cpus
 from replicax.cpu import pooling
-from replicax.cpu.choice import Form, choose, spatial_windows
+from replicax.cpu.choice import Form, choose, num_strips, spatial_windows
 from replicax.cpu.forms import (
     by_groups,
     by_outputs,
     by_patches,
+    by_strips,
     by_sums,
     by_taps,
     without_zeros,
@@ -283,11 +284,13 @@ def _convolve(
     # As in XLA, products of 16-bit floats are summed in float32.
     wide = widened(lhs.dtype)
     lhs, rhs = lhs.astype(wide), rhs.astype(wide)
-    if form in ("outputs", "sums"):
+    if form in ("outputs", "strips", "sums"):
         x = jnp.transpose(lhs, (lhs_spec[1], *lhs_spec[2:], lhs_spec[0]))
         kernel = jnp.transpose(rhs, (rhs_spec[1], *rhs_spec[2:], rhs_spec[0]))
         if form == "sums":
             y = by_sums(x, kernel, windows)
+        elif form == "strips":
+            y = by_strips(x, kernel, windows, num_strips(len(x), windows), precision)
         else:
             y = by_outputs(x, kernel, windows, of_batch, precision)
         order = (*out_spec[2:], *out_spec[:2])
