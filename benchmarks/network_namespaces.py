@@ -28,40 +28,7 @@ _QUEUE = "20ms"
 # What `ip netns exec` does not isolate: the host's name, by which Gloo finds its own
 # address, and the file that says which address that is.
 _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
-
-_SEND = """
-import socket, sys, threading, time
-from tcp import connect
-peer, port, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-is_server = peer == "-"
-if is_server:
-    connection = socket.create_server(("", port)).accept()[0]
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-else:
-    connection = connect(peer, port)
-connection.settimeout(60)
-def receive(count):
-    view = memoryview(bytearray(2**20))
-    while count:
-        part = connection.recv_into(view[:min(count, len(view))])
-        count -= part or sys.exit("closed")
-trips = []
-for _ in range(200):
-    start = time.perf_counter()
-    if is_server:
-        receive(1); connection.sendall(b"x")
-    else:
-        connection.sendall(b"x"); receive(1)
-    trips.append(time.perf_counter() - start)
-data = bytes(2**20)
-def send():
-    for _ in range(size):
-        connection.sendall(data)
-start = time.perf_counter()
-sender = threading.Thread(target=send)
-sender.start(); receive(size * 2**20); sender.join()
-print(size * 2**20 / (time.perf_counter() - start), sorted(trips)[100])
-"""
+_SEND = str(Path(__file__).parent / "network_send.py")
 
 
 @dataclass(frozen=True)
@@ -148,8 +115,7 @@ def measure_link(hosts: Sequence[Host], gbit: float) -> LinkTest:
     commands = [(hosts[0], "-"), (hosts[1], hosts[0].address)]
     processes = [
         subprocess.Popen(
-            [*host.prefix, sys.executable, "-c", _SEND, peer, "7001", str(size)],
-            cwd=Path(__file__).parent,  # `-c` imports from here.
+            [*host.prefix, sys.executable, _SEND, peer, "7001", str(size)],
             stdout=subprocess.PIPE,
             text=True,
         )
