@@ -18,10 +18,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "bench" / "peers"))
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -30,12 +30,11 @@ import jax_models
 
 from bench.entries import Entry
 from bench.peers.cases import CASES
-from bench.processes import Answer, Peer, PeerError
+from bench.processes import Peer, close_all, named_pythons
+from bench.rounds import Turns
 from network_namespaces import INTERFACE, Host, measure_link, network, require_tools
 from network_tables import draw, tables
 
-_T = TypeVar("_T")
-_FIRST_STEPS = 3
 _JAX = Entry("bare JAX", "jax_peer.py", "here")
 _FIT = Entry("replicax fit", "replicax_peer.py", "here", loop="fit")
 _TORCH = Entry("torch DDP", "torch_peer.py", "torch")
@@ -89,111 +88,65 @@ def gradient_bytes(case: str) -> int:
     return 4 * sum(x.size for x in params.values())
 
 
-class _Turns:
-    """The entries of a case, started and measured in turns.
-
-    Attributes:
-        results: By name: `seconds` of a step for each round, `losses` of the first
-            steps, `compression`, and the entry `alone` that is the limit.
-        left_out: Entries that failed, with reasons.
-    """
-
-    def __init__(self) -> None:
-        self.results: dict[str, dict[str, Any]] = {}
-        self.left_out: dict[str, str] = {}
-        self._peers: dict[str, Peer] = {}
-
-    def start(
-        self, way: _Way, case: str, hosts: Sequence[Host], python: str, limit: float
-    ) -> None:
-        """Start an entry's processes, one on each host."""
-        batch = CASES[case].batch
-        self._peers[way.name] = Peer(
-            way.entry,
-            python,
-            case,
-            batch if way.is_joined else batch // len(hosts),
-            limit,
-            hosts=hosts,
-            variables={
-                "BENCH_COMPRESSION": way.compression,
-                "GLOO_SOCKET_IFNAME": INTERFACE,  # torch's.
-            },
-            is_joined=way.is_joined,
-        )
-        self.results[way.name] = {
-            "compression": way.compression,
-            "alone": _alone(way) if way.is_joined else "",
-            "seconds": [],
-        }
-
-    def prepare(self, seconds: float) -> int:
-        """Do the first steps, which compile; return steps that take so long."""
-        for name in list(self._peers):
-            self._attempt(name, Peer.wait_until_ready)
-        for name in list(self._peers):
-            losses = [
-                a.loss for _ in range(_FIRST_STEPS) if (a := self._train(name, 1))
-            ]
-            if name in self.results:
-                self.results[name]["losses"] = losses
-        for name in list(self._peers):
-            if (answer := self._train(name, 4)) is not None:
-                return max(4, round(seconds / answer.seconds))
-        raise SystemExit(f"No entry could be measured: {self.left_out}")
-
-    def round(self, number: int, steps: int) -> None:
-        """Time each entry; every round begins with another one."""
-        names = list(self._peers)
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            if (answer := self._train(name, steps)) is not None:
-                self.results[name]["seconds"].append(answer.seconds)
-
-    def close(self) -> None:
-        """End all processes."""
-        for peer in self._peers.values():
-            peer.close()
-
-    def _train(self, name: str, steps: int) -> Answer | None:
-        return self._attempt(name, lambda peer: peer.train(steps))
-
-    def _attempt(self, name: str, action: Callable[[Peer], _T]) -> _T | None:
-        """Leave out an entry that fails; the others stay."""
-        if name not in self._peers:
-            return None
-        try:
-            return action(self._peers[name])
-        except PeerError as error:
-            self.left_out[name] = str(error)
-            _tell(f"  {name} is left out: {error}")
-            self._peers.pop(name).close()
-            del self.results[name]
-            return None
-
-
 def measure(
     case: str,
     hosts: Sequence[Host],
     pythons: Mapping[str, str],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Start all entries of a case, and measure them in turns."""
-    turns = _Turns()
+    """Start all entries of a case, one process on each host; measure them in turns.
+
+    Returns:
+        What is written as JSON: `steps`; `entries` by name with `seconds` of a step for
+        each round, `losses` of the first steps, `compression`, and the entry `alone`
+        that is the limit; and `left_out` with reasons.
+    """
+    ways = ways_of(len(hosts), options.only)
+    turns = Turns(options.rounds, options.seconds, _tell)
+    peers: list[Peer] = []
     try:
-        for way in ways_of(len(hosts), options.only):
+        for way in ways:
             python = pythons.get(way.entry.environment)
             if python is None:
                 reason = f"no --python {way.entry.environment}=PATH"
                 turns.left_out[way.name] = reason
             else:
-                turns.start(way, case, hosts, python, options.limit_seconds)
-        steps = turns.prepare(options.seconds)
-        for number in range(options.rounds):
-            turns.round(number, steps)
+                peers.append(_start(way, case, hosts, python, options.limit_seconds))
+        turns.measure_start(peers)
     finally:
-        turns.close()
-    return {"steps": steps, "entries": turns.results, "left_out": turns.left_out}
+        close_all(peers)
+    if not turns.results:
+        raise SystemExit(f"No entry could be measured: {turns.left_out}")
+    entries = {
+        way.name: {
+            "compression": way.compression,
+            "alone": _alone(way) if way.is_joined else "",
+            "seconds": turns.results[way.name]["seconds"],
+            "losses": turns.results[way.name]["losses"],
+        }
+        for way in ways
+        if way.name in turns.results
+    }
+    return {"steps": turns.steps, "entries": entries, "left_out": turns.left_out}
+
+
+def _start(
+    way: _Way, case: str, hosts: Sequence[Host], python: str, limit_seconds: float
+) -> Peer:
+    batch = CASES[case].batch
+    return Peer(
+        replace(way.entry, name=way.name),
+        python,
+        case,
+        batch if way.is_joined else batch // len(hosts),
+        limit_seconds,
+        hosts=hosts,
+        variables={
+            "BENCH_COMPRESSION": way.compression,
+            "GLOO_SOCKET_IFNAME": INTERFACE,  # torch's.
+        },
+        is_joined=way.is_joined,
+    )
 
 
 def _alone(way: _Way) -> str:
@@ -228,12 +181,10 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     options = _options()
     require_tools()
-    pythons = {"here": sys.executable}
-    for option in options.python:
-        name, equals, path = option.partition("=")
-        if name not in ("torch", "tensorflow") or not equals or not Path(path).exists():
-            raise SystemExit(f"--python {option}: write torch=PATH or tensorflow=PATH.")
-        pythons[name] = path
+    try:
+        pythons = {"here": sys.executable, **named_pythons(options.python)}
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     groups: list[dict[str, Any]] = []
     if options.resume and options.output and options.output.exists():
         groups = json.loads(options.output.read_text())
@@ -253,6 +204,8 @@ def main() -> None:
             link = measure_link(hosts, gbit)
             _tell(f"  link: {link.gbit:.2f} Gbit/s, {link.round_trip_ms:.3f} ms")
             group = measure(case, hosts, pythons, options)
+        for name, reason in group["left_out"].items():
+            _tell(f"  {name} is left out: {reason}")
         size = gradient_bytes(case)
         groups.append(
             {

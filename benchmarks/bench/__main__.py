@@ -21,7 +21,7 @@ from bench.entries import (
 from bench.environments import EnvironmentMissingError, python_of
 from bench.peers.cases import CASES
 from bench.plots import draw
-from bench.processes import PeerError
+from bench.processes import PeerError, named_pythons
 from bench.rounds import measure
 from bench.tables import disagreeing, markdown
 
@@ -87,7 +87,10 @@ def bench(
     if not hasattr(os, "sched_getaffinity") or shutil.which("taskset") is None:
         raise typer.BadParameter("This needs Linux and its command taskset.")
     raw = output / "raw"
-    given = _given(python or [])
+    try:
+        given = named_pythons(python or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     raw.mkdir(parents=True, exist_ok=True)
     gpu = _gpu(wanted)
     if gpu is None:
@@ -147,22 +150,6 @@ def _groups(cases: str, layouts: str) -> list[tuple[str, Layout]]:
             f"The layouts {chosen} have no cases {sorted(unused)}."
         )
     return groups
-
-
-def _given(options: list[str]) -> dict[str, str]:
-    """Interpreters by environment, as `--python` names them."""
-    found = {}
-    for option in options:
-        name, equals, path = option.partition("=")
-        if name not in ("tensorflow", "torch") or not equals:
-            raise typer.BadParameter(
-                f"--python {option!r}: write tensorflow=PATH or torch=PATH."
-            )
-        place = shutil.which(path)
-        if place is None:
-            raise typer.BadParameter(f"--python {option!r}: there is no {path!r}.")
-        found[name] = place
-    return found
 
 
 def _gpu(wanted: list[tuple[str, Layout]]) -> str | None:

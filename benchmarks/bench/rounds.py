@@ -1,5 +1,6 @@
 """One group: the peers of a case in a layout, measured in turns."""
 
+import collections
 import datetime
 import os
 import platform
@@ -10,10 +11,10 @@ from typing import Any
 from bench.entries import Entry, Layout, entries_of
 from bench.environments import versions_of
 from bench.peers.cases import Case, case_of
-from bench.processes import Peer, PeerError
+from bench.processes import Peer, PeerError, close_all
 from replicax._util.environment import usable_cores
 
-__all__ = ["measure"]
+__all__ = ["Turns", "measure"]
 
 _Result = dict[str, Any]
 _FIRST_STEPS = 3  # Done one by one; their losses are compared.
@@ -63,126 +64,136 @@ def measure(
     work = case_of(case, tiny)
     entries = entries_of(case, layout)
     batch = work.batch * (_replicas(entries[0]) if work.batch_grows else 1)
-    steps = None
-    left_out: dict[str, str] = {}
-    results: dict[str, _Result] = {}
+    turns = Turns(rounds, seconds, tell, required=entries[0].name)
     for start in range(starts):
         tell(f"  start {start + 1} of {starts}")
-        peers: dict[str, Peer] = {}
+        peers: list[Peer] = []
         try:
             for entry in entries:
                 python = pythons.get(entry.environment)
                 if python is None:
                     reason = f"there is no environment {entry.environment}"
-                    left_out[entry.name] = reason
-                elif entry.name not in left_out:
-                    peers[entry.name] = Peer(
-                        entry, python, case, batch, limit_seconds, tiny=tiny
+                    turns.left_out[entry.name] = reason
+                elif entry.name not in turns.left_out:
+                    peers.append(
+                        Peer(entry, python, case, batch, limit_seconds, tiny=tiny)
                     )
-            steps = _measure_start(
-                peers, left_out, results, rounds, seconds, steps, tell
-            )
+            turns.measure_start(peers)
         finally:
-            for peer in peers.values():
-                peer.finish()
-            for peer in peers.values():
-                peer.close()
+            close_all(peers)
     return {
         "case": case,
         "title": work.title,
         "layout": layout,
         **_work_of(work, batch),
-        "steps": steps,
+        "steps": turns.steps,
         "starts": starts,
         "rounds": rounds,
-        "entries": {e.name: results[e.name] for e in entries if e.name not in left_out},
-        "left_out": left_out,
+        "entries": turns.results,
+        "left_out": turns.left_out,
         "machine": _machine(load, gpu),
         "versions": {name: versions_of(python) for name, python in pythons.items()},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
-def _measure_start(
-    peers: dict[str, Peer],
-    left_out: dict[str, str],
-    results: dict[str, _Result],
-    rounds: int,
-    seconds: float,
-    steps: int | None,
-    tell: Callable[[str], None],
-) -> int:
-    """Measure processes that have been started; the steps of a round, chosen once."""
-    reference = next(iter(peers))
-    for name in list(peers):
-        _try(peers, left_out, name, Peer.wait_until_ready)
-    for name in list(peers):
-        tell(f"  {name}: first steps")
-        _try(peers, left_out, name, lambda p: _first_steps(p, results))
-    _require(reference, left_out)
-    steps = steps or _steps_of(peers[reference], seconds)
-    for name in list(peers):
-        _try(peers, left_out, name, lambda p: p.train(steps))
-    for i in range(rounds):
-        tell(f"  round {i + 1} of {rounds}, {steps} steps each")
-        # Each round begins with another one: whoever follows a heavy one loses.
-        names = list(peers)
-        shift = i % len(names)
-        for name in names[shift:] + names[:shift]:
-            _try(peers, left_out, name, lambda p: _add(p, steps, results))
-        _require(reference, left_out)
-    return steps
+class Turns:
+    """Measurements of entries that take turns; an entry that fails is left out.
 
+    Args:
+        rounds: How often each is measured after a start.
+        seconds: About how long the first entry is measured in a round.
+        tell: Called with what happens.
+        required: The entry to which all ratios are, if there is one: where it fails,
+            nothing else is measured.
 
-def _require(reference: str, left_out: Mapping[str, str]) -> None:
-    """All ratios are to it."""
-    if reference in left_out:
-        raise PeerError(left_out[reference])
+    Attributes:
+        results: By entry's name, what `measure` writes as `entries`.
+        left_out: Entries that were not measured or failed, with reasons.
+        steps: Steps of each measurement, chosen once; 0 before.
+    """
 
+    def __init__(
+        self,
+        rounds: int,
+        seconds: float,
+        tell: Callable[[str], None],
+        *,
+        required: str | None = None,
+    ) -> None:
+        self.results: dict[str, _Result] = {}
+        self.left_out: dict[str, str] = {}
+        self.steps = 0
+        self._rounds = rounds
+        self._seconds = seconds
+        self._tell = tell
+        self._required = required
 
-def _try(
-    peers: dict[str, Peer],
-    left_out: dict[str, str],
-    name: str,
-    action: Callable[[Peer], Any],
-) -> None:
-    """Leave a peer out, with its reason, if it fails; others go on."""
-    try:
-        action(peers[name])
-    except PeerError as error:
-        left_out[name] = str(error)
-        peers.pop(name).close()
+    def measure_start(self, peers: list[Peer]) -> None:
+        """Measure processes that have been started; remove those that fail.
 
+        Raises:
+            PeerError: If the required entry fails.
+        """
+        self._each(peers, Peer.wait_until_ready)
+        self._each(peers, self._first_steps)
+        self._each(peers, self._warm_up)
+        for i in range(self._rounds):
+            self._tell(f"  round {i + 1} of {self._rounds}, {self.steps} steps each")
+            # Each round begins with another one: whoever follows a heavy one loses.
+            self._each(peers, self._add, first=i)
 
-def _first_steps(peer: Peer, results: dict[str, _Result]) -> None:
-    answers = [peer.train(1) for _ in range(_FIRST_STEPS)]
-    result = results.setdefault(
-        peer.entry.name,
-        {
-            "losses": [answer.loss for answer in answers],
-            "first_step_seconds": [],
-            "seconds": [],
-            "cpu_seconds": [],
-            "memory_bytes": [],
-            "device_bytes": [],
-        },
-    )
-    result["first_step_seconds"].append(answers[0].seconds)
-    for key in ("memory_bytes", "device_bytes"):
-        result[key].append(0.0)
+    def _each(
+        self, peers: list[Peer], action: Callable[[Peer], None], first: int = 0
+    ) -> None:
+        """Run an action on all peers in turn, from the one at index `first`."""
+        order = collections.deque(peers)
+        order.rotate(-first)
+        for peer in order:
+            try:
+                action(peer)
+            except PeerError as error:
+                name = peer.entry.name
+                if name == self._required:
+                    raise
+                self.left_out[name] = str(error)
+                self.results.pop(name, None)
+                peers.remove(peer)
+                peer.close()
 
+    def _first_steps(self, peer: Peer) -> None:
+        self._tell(f"  {peer.entry.name}: first steps")
+        answers = [peer.train(1) for _ in range(_FIRST_STEPS)]
+        result = self.results.setdefault(
+            peer.entry.name,
+            {
+                "losses": [answer.loss for answer in answers],
+                "first_step_seconds": [],
+                "seconds": [],
+                "cpu_seconds": [],
+                "memory_bytes": [],
+                "device_bytes": [],
+            },
+        )
+        result["first_step_seconds"].append(answers[0].seconds)
+        for key in ("memory_bytes", "device_bytes"):
+            result[key].append(0.0)
 
-def _add(peer: Peer, steps: int, results: dict[str, _Result]) -> None:
-    answer = peer.train(steps)
-    result = results[peer.entry.name]
-    result["seconds"].append(answer.seconds)
-    result["cpu_seconds"].append(answer.cpu_seconds)
-    result["memory_bytes"][-1] = answer.peak_bytes - peer.resident_bytes
-    result["device_bytes"][-1] = answer.device_bytes
+    def _warm_up(self, peer: Peer) -> None:
+        self.steps = self.steps or _steps_of(peer, self._seconds)
+        peer.train(self.steps)
+
+    def _add(self, peer: Peer) -> None:
+        answer = peer.train(self.steps)
+        result = self.results[peer.entry.name]
+        result["seconds"].append(answer.seconds)
+        result["cpu_seconds"].append(answer.cpu_seconds)
+        result["memory_bytes"][-1] = answer.peak_bytes - peer.resident_bytes
+        result["device_bytes"][-1] = answer.device_bytes
 
 
 def _steps_of(peer: Peer, seconds: float) -> int:
-    """Steps that take the reference about so long."""
+    """Steps that take a peer about so long."""
     once = statistics.median(peer.train(1).seconds for _ in range(3))
     if peer.entry.accelerated:  # Some do 8 in one call.
         return 8 * max(1, round(seconds / once / 8))
