@@ -157,28 +157,30 @@ def point_of(library: str, axis: str, size: int, seconds: float) -> dict[str, fl
 
 
 def draw(
-    points: dict[str, dict[str, list[tuple[int, float, float]]]], to: Path
+    points: dict[str, dict[str, list[tuple[int, float, float, float]]]], to: Path
 ) -> None:
-    """Host time over each axis, both libraries."""
+    """A column for each axis: host time, first step and memory of both libraries."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
+    names = ("one step, ms", "first step, s", "memory, MB")
     _, panels = plt.subplots(
-        2, len(points), figsize=(3.2 * len(points), 6), sharex="col"
+        len(names), len(points), figsize=(3.2 * len(points), 9), sharex="col"
     )
     for column, (axis, lines) in enumerate(points.items()):
         for library, line in lines.items():
-            sizes, steps, firsts = zip(*line, strict=True)
-            panels[0, column].plot(sizes, [s * 1e3 for s in steps], "o-", label=library)
-            panels[1, column].plot(sizes, firsts, "o-", label=library)
+            sizes = [point[0] for point in line]
+            for row in range(len(names)):
+                figures = [point[row + 1] for point in line]
+                panels[row, column].plot(sizes, figures, "o-", label=library)
         panels[0, column].set_title(axis.replace("_", " "))
-        for row in range(2):
+        for row in range(len(names)):
             panels[row, column].set_xscale("log")
             panels[row, column].set_yscale("log")
-    panels[0, 0].set_ylabel("one step, ms")
-    panels[1, 0].set_ylabel("first step, s")
+    for row, name in enumerate(names):
+        panels[row, 0].set_ylabel(name)
     panels[0, 0].legend()
     plt.tight_layout()
     plt.savefig(to, dpi=110)
@@ -193,7 +195,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=10000, help="size of an axis")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    points: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
+    points: dict[str, dict[str, list[tuple[int, float, float, float]]]] = {}
     print("| axis | size | library | step, ms | first step, s | MB |")
     print("|---|---|---|---|---|---|")
     for axis in options.axes:
@@ -204,15 +206,15 @@ def main() -> None:
                     point_of(library, axis, size, options.seconds)
                     for _ in range(options.starts)
                 ]
-                step, first, size_bytes = (
-                    statistics.median(start[key] for start in starts)
-                    for key in ("step", "first", "bytes")
+                step, first, memory = (
+                    statistics.median(start[key] for start in starts) * unit
+                    for key, unit in (("step", 1e3), ("first", 1.0), ("bytes", 1e-6))
                 )
                 lines = points.setdefault(axis, {})
-                lines.setdefault(library, []).append((size, step, first))
+                lines.setdefault(library, []).append((size, step, first, memory))
                 print(
-                    f"| {axis} | {size} | {library} | {step * 1e3:.3f} | {first:.2f} | "
-                    f"{size_bytes / 1e6:.0f} |",
+                    f"| {axis} | {size} | {library} | {step:.3f} | {first:.2f} | "
+                    f"{memory:.0f} |",
                     flush=True,
                 )
     if options.picture:
