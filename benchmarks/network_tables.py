@@ -84,36 +84,31 @@ def tables(groups: Sequence[Group]) -> str:
 
 
 def draw(groups: Sequence[Group], path: Path) -> None:
-    """Draw the ratios, a panel for each case, number of workers and rate."""
+    """Draw steps and limits, a panel for each case, number of workers and rate."""
     from matplotlib.figure import Figure
 
     networks = _by_network(groups)
-    columns = min(3, len(networks))
+    columns = min(4, len(networks))
     rows = -(-len(networks) // columns)
-    figure = Figure(figsize=(4.4 * columns, 2.4 * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(3.6 * columns, 2.6 * rows + 0.4), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel in panels[len(networks) :]:
         panel.set_visible(False)
     for panel, together in zip(panels, networks, strict=False):
-        found = list(rows_of(together))
-        middles = [statistics.median(row.ratios) for row in found]
-        low = [m - min(r.ratios) for m, r in zip(middles, found, strict=True)]
-        high = [max(r.ratios) - m for m, r in zip(middles, found, strict=True)]
-        colours = [colour_of(row.name) for row in found]
-        error = {"elinewidth": 0.8, "ecolor": "#37474f"}
-        panel.barh(
-            range(len(found)), middles, xerr=(low, high), color=colours, error_kw=error
-        )
-        panel.set_yticks(range(len(found)), [row.name for row in found])
+        entries = list(rows_of(together))
+        middles = [1e3 * statistics.median(row.steps) for row in entries]
+        limits = [1e3 * max(row.alone, row.wire) for row in entries]
+        places = range(len(entries))
+        panel.barh(places, middles, color=[colour_of(row.name) for row in entries])
+        panel.plot(limits, places, "|", color="black", markersize=14, markeredgewidth=2)
+        panel.set_yticks(places, [row.name for row in entries], fontsize=8)
         panel.invert_yaxis()
-        panel.axvline(1, color="#607d8b", linewidth=0.8, linestyle="--")
+        panel.set_xlabel("ms per step", fontsize=8)
         first = together[0]
-        title = (
-            f"{first['title']}, {first['workers']} workers, {first['gbit']:g} Gbit/s"
-        )
-        panel.set_title(title, loc="left", fontsize=9)
+        network = f"{first['workers']} workers, {first['gbit']:g} Gbit/s"
+        panel.set_title(f"{first['title']}\n{network}", loc="left", fontsize=9)
     figure.suptitle(
-        "Step time over the larger of compute and wire time", x=0.01, ha="left"
+        "Steps; a tick is the larger of compute and wire time", x=0.01, ha="left"
     )
     figure.savefig(path, dpi=150)
 

@@ -174,7 +174,7 @@ def _options() -> argparse.Namespace:
     add("--limit-seconds", type=float, default=300.0, help="for each answer of a peer")
     add("--output", type=Path, help="a JSON file; it is written after each start")
     add("--resume", action="store_true", help="keep what --output has, and add to it")
-    add("--picture", type=Path, help="a PNG of the ratios; needs matplotlib")
+    add("--picture", type=Path, help="a PNG of the steps; needs matplotlib")
     return parser.parse_args()
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import replicax as rx
 from replicax.report.diagnosis import (
     FEWEST_EXECUTIONS,
     Measurements,
@@ -14,6 +15,7 @@ from replicax.report.diagnosis import (
     shares,
     summary,
 )
+from replicax.report.worker import ReportedWorker
 
 SHARE = st.floats(0, 1)
 MEASURED = st.builds(
@@ -28,7 +30,7 @@ MEASURED = st.builds(
     communication=st.none() | SHARE,
     start=st.none() | SHARE,
     steps_per_execution=st.integers(1, 64),
-    is_compressed=st.booleans(),
+    can_compress=st.booleans(),
     input_worker=st.sampled_from(["", "worker:1"]),
 )
 USUAL = Measurements(
@@ -92,7 +94,7 @@ def test_rules(changes, words) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"communication": 0.5, "is_compressed": True}, "compression"),
+        ({"communication": 0.5, "can_compress": False}, "compression"),
         ({"communication": 0.5, "kind": "central"}, "compression"),
         ({"start": 0.5, "steps_per_execution": 16}, "steps_per_execution"),
         ({"start": 0.5, "kind": "central"}, "steps_per_execution"),
@@ -101,6 +103,10 @@ def test_rules(changes, words) -> None:
 )
 def test_advice_that_does_not_apply_is_left_out(changes, word) -> None:
     assert word not in diagnose(dataclasses.replace(USUAL, **changes))
+
+
+def test_compression_is_not_advised_between_cpus() -> None:
+    assert not ReportedWorker(rx.MirroredStrategy()).can_compress
 
 
 def test_the_line_has_the_figures() -> None:

@@ -34,7 +34,7 @@ class Measurements:
     communication: float | None = None  # Share of all-reduces or servers' replies.
     start: float | None = None  # Share of starting programs.
     steps_per_execution: int = 1
-    is_compressed: bool = False  # Whether gradients are sent as bfloat16.
+    can_compress: bool = True  # Whether bfloat16 would halve the bytes that are sent.
     input_worker: str = ""  # The worker that waits most; empty: the only one.
 
 
@@ -115,8 +115,8 @@ def _slow_communication(measured: Measurements) -> str:
     advice = "use a larger batch_size, so that an epoch sums gradients less often"
     if measured.kind == "servers":
         advice = "use a larger batch_size, so that an epoch has fewer exchanges"
-        if not measured.is_compressed:
+        if measured.can_compress:
             advice += ', or ParameterServerStrategy(compression="bfloat16")'
-    elif measured.kind == "replicas" and not measured.is_compressed:
+    elif measured.kind == "replicas" and measured.can_compress:
         advice += ', or CommunicationOptions(compression="bfloat16")'
     return f"communication-bound: {advice}"

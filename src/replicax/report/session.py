@@ -261,7 +261,7 @@ class FitReport:
             ),
             start=None if start_s is None else _share(start_s * executions, wall),
             steps_per_execution=self._model.steps_per_execution,
-            is_compressed=self.worker.compression is not None,
+            can_compress=self.worker.can_compress,
             input_worker=input_worker,
         )
 

@@ -124,11 +124,14 @@ class ReportedWorker:
         self.is_synchronous = self.servers is None and len(self.names) > 1
 
     @property
-    def compression(self) -> str | None:
-        """The compression of gradients; None: none."""
+    def can_compress(self) -> bool:
+        """Whether `compression` is not used yet, and would halve the bytes sent."""
         if self.strategy is None or self.servers is not None:
-            return getattr(self.strategy, "compression", None)
-        return self.strategy.group.communication.compression
+            return getattr(self.strategy, "compression", None) is None
+        group = self.strategy.group
+        # On CPUs, XLA widens bfloat16 before it sends it.
+        on_cpu = group.mesh.devices.flat[0].platform == "cpu"
+        return group.communication.compression is None and not on_cpu
 
     def measures_of_chief(self, measures: bool) -> bool:
         """Return the chief's `measures`: synchronous workers must measure together.
