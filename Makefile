@@ -75,7 +75,7 @@ test-gpu: $(VENV)/.test ## trains on the GPUs of this machine under each strateg
 bench: $(VENV)/.test ## beside other libraries, into benchmarks/results; takes four hours
 	cd benchmarks && ../$(PY) -m bench --output results --peers ../.bench --resume
 	$(call bench_table,first_steps,first_steps.py)
-	$(call bench_table,growth,growth.py --picture results/growth.png)
+	$(call bench_table,growth,growth.py --largest 1000 --picture results/growth.png)
 	$(call bench_table,parameter_servers,parameter_servers.py --peer-python $(TF_PY))
 	$(call bench_table,parameter_servers_cnn,parameter_servers.py --model cnn --steps 100 --peer-python $(TF_PY))
 

@@ -27,6 +27,7 @@ AXES: dict[str, list[int]] = {
     "leaves": [1, 10, 100, 1000],
     "steps_per_execution": [1, 10, 100],
 }
+_COLOURS = {"jax.jit": "#90a4ae", "replicax": "#1565c0"}
 SMALLEST = {"variables": 10, "replicas": 1, "outputs": 1, "leaves": 1}
 
 
@@ -167,14 +168,21 @@ def draw(
 
     names = ("one step, ms", "first step, s", "memory, MB")
     _, panels = plt.subplots(
-        len(names), len(points), figsize=(3.2 * len(points), 9), sharex="col"
+        len(names),
+        len(points),
+        figsize=(2.6 * len(points), 7),
+        sharex="col",
+        sharey="row",
     )
     for column, (axis, lines) in enumerate(points.items()):
         for library, line in lines.items():
             sizes = [point[0] for point in line]
             for row in range(len(names)):
                 figures = [point[row + 1] for point in line]
-                panels[row, column].plot(sizes, figures, "o-", label=library)
+                colour = _COLOURS[library]
+                panels[row, column].plot(
+                    sizes, figures, "o-", color=colour, label=library
+                )
         panels[0, column].set_title(axis.replace("_", " "))
         for row in range(len(names)):
             panels[row, column].set_xscale("log")
