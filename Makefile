@@ -25,9 +25,11 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 SATELLITES := --editable packages/estimator --editable packages/migrate
 
 TF_PY := ../.bench/tensorflow/bin/python
+# Not benchmarks/results, whose tables are there already: nothing would be measured.
+BENCH := ../.bench/results
 # A table that is there is not measured again, as with --resume.
-bench_table = cd benchmarks && { [ -s results/$(1).md ] || { ../$(PY) $(2) \
-  >results/$(1).part && mv results/$(1).part results/$(1).md; }; }
+bench_table = cd benchmarks && { [ -s $(BENCH)/$(1).md ] || { ../$(PY) $(2) \
+  >$(BENCH)/$(1).part && mv $(BENCH)/$(1).part $(BENCH)/$(1).md; }; }
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -72,10 +74,10 @@ test-gpu: $(VENV)/.test ## trains on the GPUs of this machine under each strateg
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PY) -m pytest -n 6 --dist worksteal tests/gpu
 
-bench: $(VENV)/.test ## beside other libraries, into benchmarks/results; takes four hours
-	cd benchmarks && ../$(PY) -m bench --output results --peers ../.bench --resume
+bench: $(VENV)/.test ## beside other libraries, into .bench/results; takes four hours
+	cd benchmarks && ../$(PY) -m bench --output $(BENCH) --peers ../.bench --resume
 	$(call bench_table,first_steps,first_steps.py)
-	$(call bench_table,growth,growth.py --largest 1000 --picture results/growth.png)
+	$(call bench_table,growth,growth.py --largest 1000 --picture $(BENCH)/growth.png)
 	$(call bench_table,parameter_servers,parameter_servers.py --peer-python $(TF_PY))
 	$(call bench_table,parameter_servers_cnn,parameter_servers.py --model cnn --steps 100 --peer-python $(TF_PY))
 

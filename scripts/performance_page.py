@@ -2,7 +2,7 @@
 
     python scripts/performance_page.py
 
-`benchmarks/results/raw` has them, as `make bench` wrote them, and
+`benchmarks/results/raw` has them, copied from where `make bench` wrote them, and
 `benchmarks/results/gpu_programs.json`, from `benchmarks/gpu_programs.py`.
 """
 
