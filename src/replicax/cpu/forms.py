@@ -344,10 +344,9 @@ def by_strips(
     Each strip of the first dimension counts as one more image, so `strips` divides the
     kernel's first dimension. Arguments and result are those of `by_outputs`.
     """
-    first, *others = windows
+    x, first = pad(x, windows), windows[0]
     length = first.taps // strips
     span = (first.outputs - 1) * first.stride + (length - 1) * first.dilation + 1
-    x = pad(x, [first, *(Window(w.size, 1) for w in others)])
     starts = range(0, first.taps * first.dilation, length * first.dilation)
     parts = [lax.slice_in_dim(x, start, start + span, axis=1) for start in starts]
     # Strips of an image stay together: the axis of images may be sharded over devices.
@@ -358,7 +357,7 @@ def by_strips(
         images,
         kernel.reshape(-1, length, *kernel.shape[2:]),
         [w.stride for w in windows],
-        [(0, 0), *((w.low, w.high) for w in others)],
+        "VALID",
         rhs_dilation=[w.dilation for w in windows],
         dimension_numbers=lax.ConvDimensionNumbers(
             order, order, (last - 1, last, *range(last - 1))
