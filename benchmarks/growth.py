@@ -27,7 +27,6 @@ AXES: dict[str, list[int]] = {
     "leaves": [1, 10, 100, 1000],
     "steps_per_execution": [1, 10, 100],
 }
-_COLOURS = {"jax.jit": "#90a4ae", "replicax": "#1565c0"}
 SMALLEST = {"variables": 10, "replicas": 1, "outputs": 1, "leaves": 1}
 
 
@@ -166,6 +165,8 @@ def draw(
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
+    from bench.plots import colour_of
+
     names = ("one step, ms", "first step, s", "memory, MB")
     _, panels = plt.subplots(
         len(names),
@@ -179,9 +180,8 @@ def draw(
             sizes = [point[0] for point in line]
             for row in range(len(names)):
                 figures = [point[row + 1] for point in line]
-                colour = _COLOURS[library]
                 panels[row, column].plot(
-                    sizes, figures, "o-", color=colour, label=library
+                    sizes, figures, "o-", color=colour_of(library), label=library
                 )
         panels[0, column].set_title(axis.replace("_", " "))
         for row in range(len(names)):

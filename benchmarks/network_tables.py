@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.plots import colour_of
+from bench.plots import colour_of, panels_of
 
 __all__ = ["draw", "rows_of", "tables"]
 
@@ -85,15 +85,8 @@ def tables(groups: Sequence[Group]) -> str:
 
 def draw(groups: Sequence[Group], path: Path) -> None:
     """Draw steps and limits, a panel for each case, number of workers and rate."""
-    from matplotlib.figure import Figure
-
     networks = _by_network(groups)
-    columns = min(4, len(networks))
-    rows = -(-len(networks) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.6 * rows + 0.4), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel in panels[len(networks) :]:
-        panel.set_visible(False)
+    figure, panels = panels_of(len(networks), 2)
     for panel, together in zip(panels, networks, strict=False):
         entries = list(rows_of(together))
         middles = [1e3 * statistics.median(row.steps) for row in entries]

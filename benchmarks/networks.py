@@ -29,8 +29,9 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import jax_models
 
 from bench.entries import Entry
+from bench.environments import named_pythons
 from bench.peers.cases import CASES
-from bench.processes import Peer, close_all, named_pythons
+from bench.processes import Peer, close_all
 from bench.rounds import Turns
 from network_namespaces import INTERFACE, Host, measure_link, network, require_tools
 from network_tables import draw, tables

@@ -18,10 +18,10 @@ from bench.entries import (
     cases_of,
     entries_of,
 )
-from bench.environments import EnvironmentMissingError, python_of
+from bench.environments import EnvironmentMissingError, named_pythons, python_of
 from bench.peers.cases import CASES
 from bench.plots import draw
-from bench.processes import PeerError, named_pythons
+from bench.processes import PeerError
 from bench.rounds import measure
 from bench.tables import disagreeing, markdown
 

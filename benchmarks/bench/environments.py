@@ -2,14 +2,15 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.entries import Environment
 
-__all__ = ["EnvironmentMissingError", "python_of", "versions_of"]
+__all__ = ["EnvironmentMissingError", "named_pythons", "python_of", "versions_of"]
 
 _REQUIREMENTS: dict[Environment, list[str]] = {
     "tensorflow": ["tensorflow-cpu", "tf_keras"],
@@ -68,6 +69,26 @@ def python_of(
         _run([str(python), "-m", "pip", "install", "-q", *packages], limit_seconds)
         done.touch()
     return str(python)
+
+
+def named_pythons(options: Sequence[str]) -> dict[str, str]:
+    """Interpreters by environment, from options `--python NAME=PATH`.
+
+    Raises:
+        ValueError: If a name is unknown, or if there is no such interpreter.
+    """
+    pythons = {}
+    for option in options:
+        name, equals, path = option.partition("=")
+        if name not in ("tensorflow", "torch") or not equals:
+            raise ValueError(
+                f"--python {option!r}: write tensorflow=PATH or torch=PATH."
+            )
+        python = shutil.which(path)
+        if python is None:
+            raise ValueError(f"--python {option!r}: there is no {path!r}.")
+        pythons[name] = python
+    return pythons
 
 
 def versions_of(python: str) -> dict[str, str]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from bench.entries import LAYOUTS
 
-__all__ = ["colour_of", "draw"]
+__all__ = ["colour_of", "draw", "panels_of"]
 
 _COLOURS = {
     "replicax": "#1565c0",
     "bare": "#90a4ae",
+    "jax.jit": "#90a4ae",
     "Keras": "#c62828",
     "TF": "#ef6c00",
     "torch": "#6a1b9a",
@@ -50,7 +51,7 @@ def draw(groups: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
 def _draw_steps(groups: list[Mapping[str, Any]], title: str, path: Path) -> Path:
     """One panel for each case; bars are medians, with lowest and highest."""
     groups = sorted(groups, key=lambda g: g["case"])
-    figure, panels = _panels(len(groups), 3)
+    figure, panels = panels_of(len(groups), 3)
     for group, panel in zip(groups, panels, strict=False):
         times = {
             name: [1000 * s for s in entry["seconds"]]
@@ -76,7 +77,8 @@ def _draw_steps(groups: list[Mapping[str, Any]], title: str, path: Path) -> Path
     return _save(figure, path)
 
 
-def _panels(count: int, most: int) -> tuple[Any, list[Any]]:
+def panels_of(count: int, most: int) -> tuple[Any, list[Any]]:
+    """A figure with this many panels, at most `most` of them in a row."""
     from matplotlib.figure import Figure
 
     columns = min(count, most)

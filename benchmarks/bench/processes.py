@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import subprocess
 import tempfile
 import time
@@ -17,7 +16,7 @@ from bench.entries import Entry
 from replicax.engine.devices import cpu_pool_size
 from replicax.launch.local_tasks import free_ports
 
-__all__ = ["Answer", "Peer", "PeerError", "PeerHost", "close_all", "named_pythons"]
+__all__ = ["Answer", "Peer", "PeerError", "PeerHost", "close_all"]
 
 # All entries of a table wait on one card, five of them JAX'. Each takes what it needs,
 # but it doubles what it has when that is too little: this is where that ends, at 13 GB
@@ -216,26 +215,6 @@ def close_all(peers: Sequence[Peer]) -> None:
         peer.finish()
     for peer in peers:
         peer.close()
-
-
-def named_pythons(options: Sequence[str]) -> dict[str, str]:
-    """Interpreters by environment, from options `--python NAME=PATH`.
-
-    Raises:
-        ValueError: If a name is unknown, or if there is no such interpreter.
-    """
-    pythons = {}
-    for option in options:
-        name, equals, path = option.partition("=")
-        if name not in ("tensorflow", "torch") or not equals:
-            raise ValueError(
-                f"--python {option!r}: write tensorflow=PATH or torch=PATH."
-            )
-        python = shutil.which(path)
-        if python is None:
-            raise ValueError(f"--python {option!r}: there is no {path!r}.")
-        pythons[name] = python
-    return pythons
 
 
 def _on_gpu() -> dict[str, str]:
