@@ -81,8 +81,8 @@ class CommunicationOptions:
         compression: `"bfloat16"`: float32 and float64 gradients are sent and summed as
             bfloat16, which has 8 significant bits and float32's range. The error of a
             sum over R replicas is at most about `R / 256` of the sum of magnitudes.
-            (float16 is not offered: a sum beyond 65504 would be infinite.) On CPUs
-            XLA sends float32 all the same. None: no compression.
+            (float16 is not offered: a sum beyond 65504 would be infinite.) It saves
+            nothing on CPUs, where XLA sends float32. None: no compression.
         gradient_hook: A function that is traced into the replica program, before the
             sum. It gets the list of this replica's gradients, None for a variable
             without gradient, and returns a list of the same length, shapes and dtypes.
