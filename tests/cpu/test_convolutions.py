@@ -360,6 +360,26 @@ def test_layers_of_few_terms(taps, channels, served) -> None:
         assert_equal(*both(partial(conv, window_strides=strides), x, w))
 
 
+@pytest.mark.parametrize(
+    ("f", "x", "w"),
+    [
+        (depthwise, (4, 11, 11, 5), (3, 3, 1, 5)),
+        (depthwise, (6, 9, 9, 10), (2, 2, 1, 10)),
+        (conv, (7, 6, 6, 1), (3, 3, 1, 6)),
+        (conv, (4, 11, 11, 2), (2, 2, 2, 10)),
+    ],
+)
+def test_a_convolution_has_one_value(f, x, w) -> None:
+    """Gradients of `max` compare its result with its input, bit by bit."""
+    rng = np.random.default_rng(8)
+    x, w = (jnp.asarray(rng.normal(size=shape), "float32") for shape in (x, w))
+
+    def loss(bias, x, w):
+        return jnp.sum(jnp.sin(jnp.max(f(x, w) + bias, (1, 2))))
+
+    assert_close(*both(jax.grad(loss), jnp.ones(w.shape[-1]), x, w))
+
+
 def test_programs_for_other_platforms_are_left_to_jax() -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     for platform in ("tpu", "cuda"):

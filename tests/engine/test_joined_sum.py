@@ -78,6 +78,16 @@ def test_small_arrays_of_one_dtype_are_one_message() -> None:
     assert messages(text) == 4
 
 
+def test_joined_arrays_of_one_size_are_copied_by_one_kernel() -> None:
+    shapes = [(3, 4), (12,), (6, 2), (2, 6)]
+    arrays = [np.full((2, *shape), 3, "float32") for shape in shapes]
+    got, expected, text = both_ways(arrays, axis_of("cpu:0", "cpu:1"))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    # JAX drops the last copy's end, which makes it another function.
+    assert len(re.findall(r"stablehlo\.dynamic_slice", text)) == 2
+
+
 @pytest.mark.parametrize("name", ["gpu", "tpu"])
 def test_arrays_are_not_joined_on_other_devices(name) -> None:
     arrays = [np.ones((2, 3), "float32")] * 3

@@ -1,15 +1,19 @@
 """The mesh axis of the replicas, and sums of many arrays over it."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from replicax._util.types import PyTree
 
-__all__ = ["ReplicaAxis", "join", "joined_sum", "split"]
+__all__ = ["ReplicaAxis", "join", "joined_sum", "never", "split"]
+
+_SMALL_BYTES = 2**18
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +64,7 @@ class ReplicaAxis:
         if not self.is_of_cpus or "+" in self.devices[0]:
             return 0
         processes = {name.rpartition("/")[0] for name in self.devices}
-        return 2**26 if len(processes) > 1 else 2**18
+        return 2**26 if len(processes) > 1 else _SMALL_BYTES
 
 
 def join(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -82,20 +86,54 @@ def split(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     return arrays
 
 
+def _copies(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Split as `split` does, into copies whose offsets XLA does not know.
+
+    XLA fuses a slice into its readers, and on CPUs compiles each of them again for each
+    offset: MobileNetV2's step on two devices has 795 kernels with `split`, 526 with
+    copies, and its first step takes 13.4 s instead of 15.5.
+    """
+    flat, arrays = jnp.ravel(joined), []
+    start = never(flat).astype(jnp.int32)
+    for x in like:
+        with set_xla_metadata(inlineable="false"):
+            array, start = _copy(flat, start, x.size)
+        arrays.append(array.reshape(x.shape))
+    return arrays
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _copy(flat: jax.Array, start: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Copy `size` elements from `start`; also return where they end."""
+    return lax.dynamic_slice(flat, (start,), (size,)), start + size
+
+
+def never(x: jax.Array) -> jax.Array:
+    """A condition on the first element of `x` that is false, which XLA cannot infer."""
+    probe = x[(0,) * x.ndim]
+    if not jnp.issubdtype(probe.dtype, jnp.inexact):
+        probe = probe.astype(jnp.float32)
+    return jnp.isfinite(probe) & jnp.isnan(probe)
+
+
 def joined_sum(tree: PyTree, axis: ReplicaAxis, names: str | tuple[str, ...]) -> PyTree:
     """Sum each array over the replicas, on CPUs with few messages."""
     if not axis.joined_bytes:
         return lax.psum(tree, names)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
-    # Small arrays by dtype; each large array is alone.
-    buckets: dict[str | int, list[int]] = {}
+    buckets: dict[tuple[str, bool] | int, list[int]] = {}
     for i, x in enumerate(leaves):
-        is_small = 0 < x.size * x.dtype.itemsize <= axis.joined_bytes
-        buckets.setdefault(x.dtype.name if is_small else i, []).append(i)
+        # The small and the larger arrays of a dtype are joined; others are alone.
+        joins = 0 < x.nbytes <= axis.joined_bytes
+        key = (x.dtype.name, x.nbytes <= _SMALL_BYTES) if joins else i
+        buckets.setdefault(key, []).append(i)
     arrays = [[leaves[i] for i in bucket] for bucket in buckets.values()]
     sums = lax.psum([join(bucket) for bucket in arrays], names)
     results: dict[int, jax.Array] = {}
     for bucket, total, like in zip(buckets.values(), sums, arrays, strict=True):
-        results |= zip(bucket, split(total, like), strict=True)
+        is_small = len(like) > 1 and like[0].nbytes <= _SMALL_BYTES
+        copies = is_small and total.size < 2**31  # `_copy` has 32-bit offsets.
+        parts = (_copies if copies else split)(total, like)
+        results |= zip(bucket, parts, strict=True)
     return jax.tree.unflatten(structure, [results[i] for i in range(len(leaves))])

@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from replicax.engine.overlap.origins import Origin, origins_of, path_to_product
-from replicax.engine.replica_axis import ReplicaAxis, join, split
+from replicax.engine.replica_axis import ReplicaAxis, join, never, split
 
 __all__ = [
     "SumPlan",
@@ -276,8 +276,4 @@ def _after(
         return values
     # On CPUs, XLA removes barriers before it merges sums. So the values depend on the
     # previous sum by a condition that is never true, which XLA cannot infer.
-    probe = previous[0][(0,) * previous[0].ndim]
-    if not jnp.issubdtype(probe.dtype, jnp.inexact):
-        probe = probe.astype(jnp.float32)
-    never = jnp.isfinite(probe) & jnp.isnan(probe)
-    return [jnp.where(never, jnp.zeros_like(x), x) for x in values]
+    return [jnp.where(never(previous[0]), jnp.zeros_like(x), x) for x in values]
