@@ -216,7 +216,7 @@ def filter_gradient(f, x, w):
 @pytest.mark.parametrize(
     ("f", "x", "w", "served"),
     [
-        pytest.param(conv, (2, 9, 9, 4), (3, 3, 4, 8), False, id="plain"),
+        pytest.param(conv, (2, 9, 9, 8), (3, 3, 8, 8), False, id="plain"),
         pytest.param(conv, (2, 9, 9, 4), (1, 1, 4, 8), True, id="1x1"),
         pytest.param(conv, (2, 2, 2, 4), (3, 3, 4, 8), True, id="kernel is larger"),
         pytest.param(depthwise, (2, 9, 9, 4), (3, 3, 1, 4), True, id="depthwise"),
@@ -348,13 +348,22 @@ def test_kernel_gradients_of_transposed_layers(taps, strides) -> None:
 
 
 @pytest.mark.parametrize(
-    ("taps", "channels", "served"),
-    [(3, 1, True), (4, 1, False), (2, 2, True), (3, 2, False)],
+    ("taps", "channels", "outputs", "served"),
+    [
+        (3, 1, 33, True),
+        (2, 2, 33, True),
+        (3, 2, 33, False),
+        (4, 3, 32, True),
+        (7, 1, 3, True),
+        (8, 1, 3, False),
+        (3, 6, 3, False),
+    ],
 )
-def test_layers_of_few_terms(taps, channels, served) -> None:
-    """Up to 9 products make an element of the output."""
+def test_layers_of_few_terms(taps, channels, outputs, served) -> None:
+    """Up to 9 products make an element of the output, or 49 of at most 32 outputs."""
     rng = np.random.default_rng(7)
-    x, w = whole(rng, (2, 7, 7, channels)), whole(rng, (taps, taps, channels, 3))
+    x = whole(rng, (2, 12, 12, channels))
+    w = whole(rng, (taps, taps, channels, outputs))
     assert ("stablehlo.convolution" in lowered(conv, x, w)) is not served
     for strides in ((1, 1), (2, 1)):
         assert_equal(*both(partial(conv, window_strides=strides), x, w))

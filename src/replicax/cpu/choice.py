@@ -28,11 +28,12 @@ _GROUP_WEIGHTS = 16
 # 9.5 if the kernel is transposed. With half as many weights, 128 channels at 8x8, the
 # form is not faster than XLA.
 _MANY_WEIGHTS = 4
-# Maximal products in an element of a layer's output: XLA computes the products again in
-# each operation that reads the layer. With one channel, 3x3, 32 outputs at 28x28, batch
-# 256: 5.5 -> 1.2, a step of the benchmark's CNN for MNIST 43.7 -> 40.8; but a step with
-# 5x5 kernels 8.4 -> 13.7, with three channels 10.8 -> 16.5.
-_FEW_TERMS = 9
+# Maximal products in an element of a layer's output, for any number of outputs and for
+# few. On one core, forward and back, batch 64: 3x3 kernels of one channel, 64 outputs
+# at 28x28: 5.4 -> 3.7; 3x3 of three channels, 32 outputs at 32x32: 8.1 -> 5.6; 5x5 of
+# one channel, 6 outputs at 28x28: 6.3 -> 1.5. Batch 16, 7x7 of one channel, 32 outputs
+# at 64x64: 13.9 -> 11.0. With more products or outputs the form can be slower.
+_FEW_TERMS, _TERMS_OF_FEW_OUTPUTS, _FEW_OUTPUTS = 9, 49, 32
 # Maximal number of taps, outputs or phases: the program has operations for each.
 _MOST = 128
 # With fewer features Eigen is slow; in filter gradients the images are the features. On
@@ -90,12 +91,15 @@ def _choose_without_groups(
     outputs = math.prod(w.outputs for w in windows)
     _, rhs_spec, _ = params["dimension_numbers"]
     features, all_outputs = rhs.shape[rhs_spec[1]], rhs.shape[rhs_spec[0]]
-    if taps > 1 and features * taps <= _FEW_TERMS:
+    # In gradients of kernels, images are contracted, so they come first.
+    is_of_kernel = rhs_spec[1] == 0
+    has_few_outputs = all_outputs <= _FEW_OUTPUTS and not is_of_kernel
+    most_terms = _TERMS_OF_FEW_OUTPUTS if has_few_outputs else _FEW_TERMS
+    if taps > 1 and features * taps <= most_terms:
         return "groups"
     # In input gradients, the kernel's outputs come before its features.
     is_swapped = rhs_spec[1] > rhs_spec[0]
-    # In gradients of kernels, images are contracted, so they come first.
-    if outputs == 1 < taps and rhs_spec[1] == 0:
+    if outputs == 1 < taps and is_of_kernel:
         return "outputs"  # One product of the arrays as they are.
     inputs, weights, results = (math.prod(x.shape) for x in (lhs, rhs, out))
     has_many_weights = weights >= _MANY_WEIGHTS * max(inputs, results)

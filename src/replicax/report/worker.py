@@ -130,8 +130,7 @@ class ReportedWorker:
             return getattr(self.strategy, "compression", None) is None
         group = self.strategy.group
         # On CPUs, XLA widens bfloat16 before it sends it.
-        on_cpu = group.mesh.devices.flat[0].platform == "cpu"
-        return group.communication.compression is None and not on_cpu
+        return not (group.communication.compression or group.axis.is_of_cpus)
 
     def measures_of_chief(self, measures: bool) -> bool:
         """Return the chief's `measures`: synchronous workers must measure together.

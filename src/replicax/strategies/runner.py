@@ -247,8 +247,7 @@ class ProgramRunner:
         watch = self._workers.watch
         if watch is not None and operation is not None:
             call = functools.partial(_watched, watch, operation, call)
-        on_cpu = self.group.mesh.devices.flat[0].platform == "cpu"
-        return threads.dispatch(call, on_cpu=on_cpu)
+        return threads.dispatch(call, on_cpu=self.group.axis.is_of_cpus)
 
     def run_jitted(
         self,
