@@ -256,10 +256,10 @@ def _contract(
 
 
 def _written(fn: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """Compute `fn(*arrays)` in memory, where XLA would compute it in each reader.
+    """Write `fn(*arrays)` to memory, where XLA would fuse it into each of its readers.
 
-    Computed twice, a convolution can differ in its last bit: `max` would not find its
-    own maximum in it, and its gradient would be NaN.
+    Two readers can compute a convolution with different last bits. Then the gradient of
+    `max`, which looks for the maximum in its input, does not find it and is NaN.
     """
     with set_xla_metadata(inlineable="false"):
         return jax.jit(fn)(*arrays)

@@ -91,7 +91,7 @@ def _copies(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
     XLA fuses a slice into its readers, and on CPUs compiles each of them again for each
     offset: MobileNetV2's step on two devices has 795 kernels with `split`, 526 with
-    copies, and its first step takes 13.4 s instead of 15.5.
+    copies, and compiles in a tenth less time.
     """
     flat, arrays = jnp.ravel(joined), []
     start = never(flat).astype(jnp.int32)

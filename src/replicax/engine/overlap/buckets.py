@@ -276,4 +276,5 @@ def _after(
         return values
     # On CPUs, XLA removes barriers before it merges sums. So the values depend on the
     # previous sum by a condition that is never true, which XLA cannot infer.
-    return [jnp.where(never(previous[0]), jnp.zeros_like(x), x) for x in values]
+    condition = never(previous[0])
+    return [jnp.where(condition, jnp.zeros_like(x), x) for x in values]
