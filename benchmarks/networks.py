@@ -48,7 +48,7 @@ class _Way:
 
     Attributes:
         entry: What runs.
-        compression: "bfloat16" or "".
+        compression: "bfloat16", "float16" or "".
         is_joined: Whether the workers communicate.
     """
 
@@ -68,7 +68,7 @@ def ways_of(workers: int, only: str) -> list[_Way]:
     ways = [
         _Way(_JAX),
         _Way(_FIT),
-        _Way(_FIT, compression="bfloat16"),
+        _Way(_FIT, compression="float16"),
         _Way(sharded),
         _Way(_TORCH),
         _Way(_TORCH, compression="bfloat16"),

@@ -1,5 +1,6 @@
 """The replica context and its collectives."""
 
+import re
 from typing import Any
 
 import jax
@@ -95,13 +96,13 @@ def test_what_has_no_sum_is_named(strategy, op, value, what) -> None:
 GRADIENTS = {"kernel": np.float32([[0.3001] * 8] * 8), "bias": np.float32([0.1] * 8)}
 
 
-def compiled_sum(strategy: rx.Strategy, options: Any) -> tuple[dict[str, Any], str]:
-    """The sum of each replica's `GRADIENTS` times its number, and the traced step."""
-    texts: list[str] = []
+def lowered_sum(strategy: rx.Strategy, options: Any) -> tuple[dict[str, Any], Any]:
+    """The sum of each replica's `GRADIENTS` times its number, and the lowered step."""
+    steps: list[Any] = []
     original = strategy.runner.call
 
     def call(program: Any, arrays: Any) -> Any:
-        texts.append(program.lower([], arrays).as_text())
+        steps.append(program.lower([], arrays))
         return original(program, arrays)
 
     def fn(tree: Any) -> Any:
@@ -111,7 +112,7 @@ def compiled_sum(strategy: rx.Strategy, options: Any) -> tuple[dict[str, Any], s
         return context.all_reduce("sum", own, options)
 
     strategy.runner.call = call
-    return strategy.run(fn, (GRADIENTS,)), texts[0]
+    return strategy.run(fn, (GRADIENTS,)), steps[0]
 
 
 def test_buckets_of_the_strategy_are_those_of_all_reduce(values) -> None:
@@ -119,20 +120,25 @@ def test_buckets_of_the_strategy_are_those_of_all_reduce(values) -> None:
         bytes_per_pack=64, compression="bfloat16", gradient_hook=lambda grads: 1 / 0
     )
     devices = [f"cpu:{i}" for i in range(4)]
-    plain, text = compiled_sum(rx.MirroredStrategy(devices), None)
-    packed, packed_text = compiled_sum(
+    plain, step = lowered_sum(rx.MirroredStrategy(devices), None)
+    packed, packed_step = lowered_sum(
         rx.MirroredStrategy(devices, communication_options=own), None
     )
     # XLA may merge the sums of the first program; those of the second wait.
-    assert "optimization_barrier" not in text
-    assert "optimization_barrier" in packed_text
+    assert "optimization_barrier" not in step.as_text()
+    assert "optimization_barrier" in packed_step.as_text()
     for name, x in GRADIENTS.items():
         np.testing.assert_allclose(plain[name], 10 * x, rtol=1e-6)
         np.testing.assert_array_equal(packed[name], plain[name])
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_options_of_a_call(virtual) -> None:
+@pytest.mark.parametrize(
+    ("compression", "dtype", "sent"),
+    [("bfloat16", "bf16", "f32"), ("float16", "f16", "f16")],
+)
+def test_options_of_a_call(virtual, compression, dtype, sent) -> None:
+    """On CPUs XLA sends float32 for bfloat16: if not, float16 is needless."""
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], replicas_per_device=virtual)
     seen: list[Any] = []
 
@@ -140,9 +146,11 @@ def test_options_of_a_call(virtual) -> None:
         seen.extend(x.dtype for x in grads)
         return [2 * x for x in grads]
 
-    options = rx.CommunicationOptions(compression="bfloat16", gradient_hook=hook)
-    sums, text = compiled_sum(strategy, options)
-    assert "bf16" in text
+    options = rx.CommunicationOptions(compression=compression, gradient_hook=hook)
+    sums, step = lowered_sum(strategy, options)
+    assert f"x{dtype}>" in step.as_text()
+    all_reduces = re.findall(r"= (\w+\[\d+\])\S* all-reduce", step.compile().as_text())
+    assert f"{sent}[72]" in all_reduces  # All elements, in one message.
     assert set(seen) == {jnp.dtype("float32")}
     total = sum(range(1, 2 * virtual + 1))
     for name, x in GRADIENTS.items():

@@ -223,9 +223,10 @@ def by_adam() -> Any:
     return looped(mirrored(), OPTIMIZERS["Adam"])
 
 
-def test_compression_hook_and_packs() -> None:
+@pytest.mark.parametrize("compression", ["bfloat16", "float16"])
+def test_compression_hook_and_packs(compression) -> None:
     options = rx.CommunicationOptions(
-        compression="bfloat16",
+        compression=compression,
         bytes_per_pack=512,
         gradient_hook=lambda grads: [None if g is None else 2 * g for g in grads],
     )
