@@ -2,9 +2,7 @@
 
 Arrays have one order here, for any layout of the layer: the input
 `[batch, *space, features]`, the kernel `[*taps, features / groups, outputs]` and the
-result `[batch, *space, outputs]`. The forms for filter gradients, `by_outputs`,
-`by_strips` and `by_sums`, use another order: arrays of channels-last layers need no
-transposition.
+result `[batch, *space, outputs]`.
 """
 
 import functools
@@ -16,19 +14,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from replicax.cpu.windows import Window, phases, trimmed
 
 __all__ = [
     "by_groups",
-    "by_outputs",
     "by_patches",
-    "by_strips",
-    "by_sums",
     "by_taps",
+    "has_phases",
+    "in_phases",
     "pad",
+    "slice_window",
     "without_zeros",
 ]
 
@@ -39,11 +36,9 @@ Form = Callable[
 # Patches of 3x3 kernels are nine times the input. Above this size, only the patches of
 # one row of the kernel are in memory at a time.
 _PATCHES_BYTES = 16 * 2**20
-# Terms of one elementwise sum. More terms do not compile to faster code.
-_TERMS = 8
 
 
-def _slice(
+def slice_window(
     x: jax.Array, starts: Sequence[int], counts: Sequence[int], steps: Sequence[int]
 ) -> jax.Array:
     """Slice a window's elements `[n, *counts, m]` from padded `x: [n, *space, m]`."""
@@ -74,7 +69,7 @@ def _taps(
 
 def _at_tap(tap: Sequence[int], x: jax.Array, windows: Sequence[Window]) -> jax.Array:
     starts = [t * w.dilation for t, w in zip(tap, windows, strict=True)]
-    return _slice(x, starts, [w.outputs for w in windows], [w.stride for w in windows])
+    return slice_window(x, starts, [w.outputs for w in windows], [w.stride for w in windows])
 
 
 def by_patches(
@@ -220,9 +215,9 @@ def without_zeros(
     cuts = [trimmed(w) for w in windows]
     kernel = kernel[tuple(taps for taps, _ in cuts)]
     windows = [w for _, w in cuts]
-    if not _has_phases(windows):
+    if not has_phases(windows):
         return form(x, kernel, windows, groups, precision)
-    return _in_phases(
+    return in_phases(
         lambda taps, parts: form(x, kernel[taps], parts, groups, precision),
         windows,
         (x.shape[0],),
@@ -231,11 +226,12 @@ def without_zeros(
     )
 
 
-def _has_phases(windows: Sequence[Window]) -> bool:
+def has_phases(windows: Sequence[Window]) -> bool:
+    """Whether a dilated input is convolved with stride 1, as in transposed layers."""
     return any(w.input_dilation > 1 and w.stride == 1 for w in windows)
 
 
-def _in_phases(
+def in_phases(
     compute: Callable[[tuple[slice, ...], Sequence[Window]], jax.Array],
     windows: Sequence[Window],
     before: tuple[int, ...],
@@ -279,155 +275,3 @@ def _parts(window: Window, spread: int) -> list[tuple[slice, Window | None]]:
         return [(slice(None), window)]
     parts = [(phase.taps, phase.window) for phase in phases(window)]
     return parts + [(slice(0, 0), None)] * (spread - len(parts))
-
-
-def by_outputs(
-    x: jax.Array,
-    kernel: jax.Array,
-    windows: Sequence[Window],
-    groups: int,
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """Compute one matrix product for each output position, for filter gradients.
-
-    `x[features, *space, batch]` and `kernel[features, *taps, outputs]`, with groups of
-    the batch, give `[*space, batch / groups, outputs]`.
-    """
-    outputs = kernel.shape[-1]
-    batch = x.shape[-1] // groups
-    if _has_phases(windows):  # Kernel gradients of transposed layers.
-        return _in_phases(
-            lambda taps, parts: by_outputs(
-                x, kernel[(slice(None), *taps)], parts, groups, precision
-            ),
-            windows,
-            (),
-            (batch, outputs),
-            x.dtype,
-        )
-    weights = kernel.reshape(-1, groups, outputs // groups)
-    length, space = len(weights), [w.outputs for w in windows]
-    positions = _at_outputs(pad(x, windows), windows)
-    product = functools.partial(jnp.einsum, precision=precision)
-    if groups > 1:
-        parts = [e.reshape(length, groups, batch) for e in positions]
-        y = jnp.stack([product("kgn,kgo->ngo", e, weights) for e in parts])
-        return y.reshape(*space, batch, outputs)
-    weights = weights[:, 0]  # Without the axis of groups the products are not batched.
-    if batch * math.prod(space) <= outputs:
-        # All elements together are no larger than the kernel: read the kernel once.
-        # With the barrier XLA copies rows of the input. Without the barrier it copies
-        # single numbers, three times as slowly.
-        stacked = lax.optimization_barrier(jnp.stack(list(positions)))
-        y = product("pkn,ko->pno", stacked.reshape(-1, length, batch), weights)
-        return y.reshape(*space, batch, outputs)
-    parts = [e.reshape(length, batch) for e in positions]
-    if length * (batch + outputs) <= batch * outputs:
-        # Copies of both operands are smaller than the result: with these copies, XLA
-        # writes the result once.
-        copies = jnp.broadcast_to(weights, (len(parts), *weights.shape))
-        y = product("pkn,pko->pno", jnp.stack(parts), copies)
-    else:
-        y = jnp.stack([product("kn,ko->no", e, weights) for e in parts])
-    return y.reshape(*space, batch, outputs)
-
-
-def by_strips(
-    x: jax.Array,
-    kernel: jax.Array,
-    windows: Sequence[Window],
-    strips: int,
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """Let XLA convolve strips of the images, for filter gradients of small batches.
-
-    Each strip of the first dimension counts as one more image, so `strips` divides the
-    kernel's first dimension. Arguments and result are those of `by_outputs`.
-    """
-    x, first = pad(x, windows), windows[0]
-    length = first.taps // strips
-    span = (first.outputs - 1) * first.stride + (length - 1) * first.dilation + 1
-    starts = range(0, first.taps * first.dilation, length * first.dilation)
-    parts = [lax.slice_in_dim(x, start, start + span, axis=1) for start in starts]
-    # Strips of an image stay together: the axis of images may be sharded over devices.
-    images = jnp.stack(parts, 1).reshape(-1, span, *x.shape[2:])
-    last = x.ndim - 1
-    order = (last, 0, *range(1, last))
-    return lax.conv_general_dilated(
-        images,
-        kernel.reshape(-1, length, *kernel.shape[2:]),
-        [w.stride for w in windows],
-        "VALID",
-        rhs_dilation=[w.dilation for w in windows],
-        dimension_numbers=lax.ConvDimensionNumbers(
-            order, order, (last - 1, last, *range(last - 1))
-        ),
-        precision=precision,
-    )
-
-
-def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.Array:
-    """Compute filter gradients of depthwise layers as sums of elementwise products.
-
-    `x[features, *space, channels]`, where each channel is a group of its own, and
-    `kernel[features, *taps, channels * multiplier]` give
-    `[*space, 1, channels * multiplier]`.
-    """
-    outputs = kernel.shape[-1]
-    multiplier = outputs // x.shape[-1]
-    padded = pad(x, windows)
-    spans = [(w.taps - 1) * w.dilation + 1 for w in windows]
-    steps = [1, *(w.dilation for w in windows), 1]
-
-    def at(starts: jax.Array) -> jax.Array:
-        block = lax.dynamic_slice(padded, starts, (len(x), *spans, x.shape[-1]))
-        elements = lax.slice(block, [0] * block.ndim, block.shape, steps)
-        if multiplier > 1:
-            elements = jnp.repeat(elements, multiplier, axis=-1)
-        return _sum_of_products(elements, kernel)
-
-    # In a loop: XLA would compile the sums of each position.
-    space, strides = [w.outputs for w in windows], [w.stride for w in windows]
-    positions = np.array(list(np.ndindex(1, *space, 1)), np.int32)
-    results = lax.map(at, positions * np.array([1, *strides, 1], np.int32))
-    return results.reshape(*space, 1, outputs)
-
-
-def _at_outputs(x: jax.Array, windows: Sequence[Window]) -> Iterator[jax.Array]:
-    """Yield, for each output position, the padded input that the kernel meets."""
-    for position in itertools.product(*(range(w.outputs) for w in windows)):
-        yield _slice(
-            x,
-            [p * w.stride for p, w in zip(position, windows, strict=True)],
-            [w.taps for w in windows],
-            [w.dilation for w in windows],
-        )
-
-
-def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Compute `sum(x * y)` over all but the last axis, as a tree of sums.
-
-    On CPUs, XLA vectorises elementwise sums of slices, but not reductions over leading
-    axes.
-    """
-    product: jax.Array | None = None
-    # Spatial axes first: the leading axis may be sharded over devices.
-    for axis in [*range(1, x.ndim - 1), 0]:
-        while (size := x.shape[axis]) > 1:
-            terms = min(_TERMS, size)
-            length, rest = divmod(size, terms)
-            parts = []
-            for start in [*range(0, terms * length, length), *range(size - rest, size)]:
-                stop = start + (length if start < terms * length else 1)
-                part = lax.slice_in_dim(x, start, stop, axis=axis)
-                if product is None:
-                    part = part * lax.slice_in_dim(y, start, stop, axis=axis)
-                if part.shape[axis] < length:
-                    edges = [(0, 0)] * part.ndim
-                    edges[axis] = (0, length - part.shape[axis])
-                    part = jnp.pad(part, edges)
-                parts.append(part)
-            total = functools.reduce(operator.add, parts)
-            # Without the barrier XLA would fuse the steps, and repeat all terms.
-            x = product = lax.optimization_barrier(total)
-    return (x if product is not None else x * y).reshape(-1)

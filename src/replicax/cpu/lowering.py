@@ -21,15 +21,8 @@ from jax.interpreters import ad, mlir
 from replicax._private.jax import allow_high_operations, lowering_rule_for_cpus
 from replicax.cpu import pooling
 from replicax.cpu.choice import Form, choose, num_strips, spatial_windows
-from replicax.cpu.forms import (
-    by_groups,
-    by_outputs,
-    by_patches,
-    by_strips,
-    by_sums,
-    by_taps,
-    without_zeros,
-)
+from replicax.cpu.filter_gradients import by_outputs, by_strips, by_sums
+from replicax.cpu.forms import by_groups, by_patches, by_taps, without_zeros
 from replicax.cpu.settings import SWITCH, is_on
 from replicax.cpu.windows import widened
 
