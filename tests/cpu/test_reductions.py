@@ -41,7 +41,7 @@ def contraction(of_lhs, of_rhs, batch=((), ()), **options):
 @pytest.mark.slow
 @settings(max_examples=30, phases=[Phase.generate, Phase.shrink])
 @given(
-    contracted=st.lists(st.integers(0, 4), min_size=2, max_size=3).map(tuple),
+    contracted=st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple),
     rows=SIZES,
     columns=SIZES,
     dtype=st.sampled_from(["float32", "bfloat16", "int8", "complex64"]),
@@ -66,6 +66,17 @@ def test_the_gradient_of_weights_over_steps_is_one_product():
     w, x = whole((8, 16)), whole((4, 5, 8), seed=1)
     assert ONE_PRODUCT in lowered(jax.grad(loss), w, x)
     assert_equal(*both(jax.grad(loss), w, x))
+
+
+@pytest.mark.parametrize("contracted", [(64,), (8, 8)])
+def test_tall_products_are_computed_transposed(contracted):
+    leading = tuple(range(len(contracted)))
+    f = contraction(leading, leading)
+    x, y = whole((*contracted, 90)), whole((*contracted, 30), seed=1)
+    compiled = jax.jit(lowering.apply(f)).lower(x, y).compile().as_text()
+    # XLA has not turned it back.
+    assert re.search(r"f32\[30,90\]\S* dot\(", compiled)
+    assert_equal(*both(f, x, y))
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def compressed_sum(grads: list[Any], compression: str) -> list[np.ndarray]:
 def test_error_of_compressed_sums(replicas, compression, digits) -> None:
     """At any size, also where float16 alone would overflow or be 0."""
     rng = np.random.default_rng(0)
-    sizes = np.float32([1e-30, 1e-8, 1, 6e4, 1e30])
-    grads = [rng.normal(size=(replicas, 200)).astype("float32") * x for x in sizes]
+    sizes = (1e-30, 1e-8, 1.0, 6e4, 1e30)
+    grads = [(rng.normal(size=(replicas, 200)) * x).astype("float32") for x in sizes]
     grads.append(np.full((replicas, 2), 65504, "float32"))
     for grad, total in zip(grads, compressed_sum(grads, compression), strict=True):
         assert total.dtype == "float32"

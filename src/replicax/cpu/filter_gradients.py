@@ -126,7 +126,7 @@ def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.A
     steps = [1, *(w.dilation for w in windows), 1]
 
     def at(starts: jax.Array) -> jax.Array:
-        block = lax.dynamicslice_window(padded, starts, (len(x), *spans, x.shape[-1]))
+        block = lax.dynamic_slice(padded, starts, (len(x), *spans, x.shape[-1]))
         elements = lax.slice(block, [0] * block.ndim, block.shape, steps)
         if multiplier > 1:
             elements = jnp.repeat(elements, multiplier, axis=-1)

@@ -69,7 +69,9 @@ def _taps(
 
 def _at_tap(tap: Sequence[int], x: jax.Array, windows: Sequence[Window]) -> jax.Array:
     starts = [t * w.dilation for t, w in zip(tap, windows, strict=True)]
-    return slice_window(x, starts, [w.outputs for w in windows], [w.stride for w in windows])
+    return slice_window(
+        x, starts, [w.outputs for w in windows], [w.stride for w in windows]
+    )
 
 
 def by_patches(
