@@ -230,11 +230,14 @@ def _machine(load: float, gpu: str | None) -> dict[str, Any]:
 
 
 def _processor() -> str:
+    """The processor's name, with its family: cloud machines hide the model."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:
-            for line in stream:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
+            parts = [line.partition(":") for line in stream]
     except OSError:
-        pass
+        parts = []
+    values = {name.strip(): value.strip() for name, _, value in parts}
+    if "model name" in values:
+        numbers = [f"{x} {values[x]}" for x in ("cpu family", "model") if x in values]
+        return ", ".join([values["model name"], *numbers])
     return platform.processor() or "unknown"
