@@ -27,7 +27,7 @@ WORLD = int(os.environ.get("BENCH_WORLD", "1"))  # processes
 DEVICES = int(os.environ.get("BENCH_DEVICES", "1"))  # of this process
 ADDRESSES = os.environ.get("BENCH_ADDRESSES", "").split()
 BATCH = int(os.environ["BENCH_BATCH"])  # of all processes and devices together
-COMPRESSION = os.environ.get("BENCH_COMPRESSION") or None  # or a dtype
+COMPRESSION = os.environ.get("BENCH_COMPRESSION") or None  # such as "float16"
 SHARD_UPDATE = os.environ.get("BENCH_SHARD_UPDATE") == "1"
 CORES = len(os.sched_getaffinity(0))
 X, Y = CASE.data(BATCH)

@@ -218,8 +218,8 @@ def _choose_contraction(
     num = len(leading)
     depth, rows = math.prod(lhs.shape[:num]), math.prod(lhs.shape[num:])
     columns = math.prod(rhs.shape[num:])
-    is_tall = 1 < columns <= min(depth, rows // _LEAST_RATIO)
-    is_tall = is_tall and params["precision"] is None  # Which may name both operands.
+    may_swap = params["precision"] is None  # It may name one for each operand.
+    is_tall = may_swap and 1 < columns <= min(depth, rows // _LEAST_RATIO)
     if (num == 1 and not is_tall) or _is_divided_by_xla(ctx):
         return None
     return functools.partial(_contract, params=params, is_tall=is_tall)

@@ -218,15 +218,15 @@ def _compressed(
     grads: dict[int, jax.Array], compression: str | None, axis: ReplicaAxis
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
     """Cast float32 and float64 gradients; also return their scales, for float16."""
+    if compression is None:
+        return grads, {}
     types = (jnp.float32, jnp.float64)
     wide = {i: g for i, g in grads.items() if g.dtype in types and g.size}
     scales: dict[int, jax.Array] = {}
     if wide and compression == "float16":
         scales = dict(zip(wide, _scales([*wide.values()], axis), strict=True))
         wide = {i: g * scales[i] for i, g in wide.items()}
-    if compression:
-        wide = {i: g.astype(compression) for i, g in wide.items()}
-    return grads | wide, scales
+    return grads | {i: g.astype(compression) for i, g in wide.items()}, scales
 
 
 def _scales(grads: list[jax.Array], axis: ReplicaAxis) -> jax.Array:
