@@ -8,11 +8,10 @@ weight counts that is whole on one device for a moment, but no temporary in a pr
 
 import argparse
 import contextlib
-import gc
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,31 +26,32 @@ parser.add_argument("--width", type=int, default=512, help="of the layers")
 _PLACING = ("variables.py", "keras/src/backend/jax/core.py", "device_put.py")
 
 
-def bytes_by_device() -> Counter[int]:
-    """Bytes of the live arrays on each device, by the device's number."""
-    import jax
-
-    sizes = {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            place = shard.device.id, shard.data.unsafe_buffer_pointer()
-            sizes[place] = shard.data.nbytes
-    held: Counter[int] = Counter()
-    for (device, _), size in sizes.items():
-        held[device] += size
-    return held
+def bytes_by_place(arrays: Iterable[Any]) -> dict[tuple[int, int], int]:
+    """Bytes of each shard, by the number of its device and its address there."""
+    return {
+        (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+        for array in arrays
+        for shard in array.addressable_shards
+    }
 
 
 @contextlib.contextmanager
 def peaks() -> Generator[Counter[int]]:
-    """The largest bytes on each device while open, above those from before."""
-    gc.collect()  # Arrays from before, freed meanwhile, would hide new ones.
-    before, largest = bytes_by_device(), Counter[int]()
+    """The largest bytes on each device while open, without arrays from before."""
+    import jax
+
+    before = jax.live_arrays()  # Kept: no new array gets the address of one of them.
+    ids, places = {id(array) for array in before}, bytes_by_place(before)
+    largest = Counter[int]()
 
     def sample(frame: FrameType, event: str, _: object) -> None:
         if event == "return" and frame.f_code.co_filename.endswith(_PLACING):
-            for device, size in bytes_by_device().items():
-                largest[device] = max(largest[device], size - before[device])
+            new = (array for array in jax.live_arrays() if id(array) not in ids)
+            held = Counter[int]()
+            for (device, address), size in bytes_by_place(new).items():
+                held[device] += 0 if (device, address) in places else size
+            for device, size in held.items():
+                largest[device] = max(largest[device], size)
 
     sys.setprofile(sample)
     try:

@@ -194,6 +194,7 @@ TRANSFORMER = ("nnx_transformer.py", "--width=64", "--layers=1", "--batch-size=8
 same_losses = functools.partial(pytest.approx, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_transformer_resumes_on_another_number_of_devices(tmp_path: Path) -> None:
     def train(*arguments: str) -> dict[int, float]:
         return steps_in(run_here(*TRANSFORMER, *arguments))
@@ -215,28 +216,26 @@ WORKER_EXAMPLES = {
 }
 
 
-def run_on_a_worker() -> dict[str, str]:
-    return {name: run_here(*call) for name, call in WORKER_EXAMPLES.items()}
-
-
-@pytest.fixture(scope="module")
-def worker_outputs() -> list[dict[str, str]]:
-    """What the examples print on each of two workers of two devices."""
+def outputs_of_workers(name: str) -> list[str]:
+    """What an example prints on each of two workers of two devices."""
     results = replicax.testing.run(
-        run_on_a_worker, num_workers=2, logical_devices=2, deadline_seconds=180
+        run_here,
+        num_workers=2,
+        args=WORKER_EXAMPLES[name],
+        logical_devices=2,
+        deadline_seconds=180,
     )
     return list(results.returned.values())
 
 
+@pytest.mark.slow(but=["nnx-0.95", "optax-0.9"])
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("name", "least_accuracy"), [("nnx", 0.95), ("equinox", 0.95), ("optax", 0.9)]
 )
-def test_digits_on_two_workers(
-    worker_outputs: list[dict[str, str]], name: str, least_accuracy: float
-) -> None:
-    chief, other = (outputs[name] for outputs in worker_outputs)
+def test_digits_on_two_workers(name: str, least_accuracy: float) -> None:
+    chief, other = outputs_of_workers(name)
     assert "replicas           4  MultiWorkerMirroredStrategy(worker:0 of 2 " in chief
     alone = run_here(*WORKER_EXAMPLES[name], "--replicas=4")
     assert losses_in(chief) == pytest.approx(losses_in(alone), rel=1e-3, abs=2e-4)
@@ -245,10 +244,11 @@ def test_digits_on_two_workers(
     assert "epoch" not in other
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
-def test_a_transformer_on_two_workers(worker_outputs: list[dict[str, str]]) -> None:
-    chief, other = (steps_in(outputs["transformer"]) for outputs in worker_outputs)
+def test_a_transformer_on_two_workers() -> None:
+    chief, other = map(steps_in, outputs_of_workers("transformer"))
     alone = run_here(*WORKER_EXAMPLES["transformer"], "--replicas=2")
     assert list(chief) == [10]
     assert chief == same_losses(steps_in(alone))

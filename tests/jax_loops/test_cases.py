@@ -19,7 +19,15 @@ TABLES = {
 # `test_optax` has quick tests of Optax.
 QUICK_CASE = "MLP, momentum, metrics"
 QUICK = "virtual"
-SLOW = ("optax", "linen")
+QUICK_LIBRARIES = ("plain", "nnx")
+QUICK_OF_EQUINOX = ("MLP", "Dropout", "BatchNorm, averaged State", "made in the step")
+LONG = ("LoRA", "RNN", "attention", "nnx.vmap and nnx.scan")
+
+
+def is_in_each_run(library: str, name: str) -> bool:
+    if library == "equinox":
+        return name in QUICK_OF_EQUINOX
+    return library in QUICK_LIBRARIES and name not in LONG
 
 
 def cells() -> Iterator[object]:
@@ -27,7 +35,7 @@ def cells() -> Iterator[object]:
         for name, case in cases.items():
             for strategy in STRATEGIES:
                 is_quick = name == QUICK_CASE or (
-                    strategy == QUICK and library not in SLOW
+                    strategy == QUICK and is_in_each_run(library, name)
                 )
                 marks = [] if is_quick else [pytest.mark.slow]
                 id = f"{library}: {name}, {strategy}"

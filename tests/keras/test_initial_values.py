@@ -57,10 +57,12 @@ def test_initial_values(name: str, dtype: str) -> None:
 
 # Of one element, around the sizes of shared programs, and larger than all of them.
 SHAPES = [(), (7, 9), (1, 4096), (17, 241), (3, 3, 64, 128), (2049, 2048)]
+NAMES = ["zeros", "ones", "uniform", "normal", "generator"]
 
 
+@pytest.mark.slow(but=["normal-bfloat16", *(f"{name}-float32" for name in NAMES)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["zeros", "ones", "uniform", "normal", "generator"])
+@pytest.mark.parametrize("name", NAMES)
 def test_initial_values_of_shapes(name: str, dtype: str) -> None:
     def values() -> list[np.ndarray]:
         keras.utils.set_random_seed(0)

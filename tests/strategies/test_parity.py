@@ -405,12 +405,11 @@ CASES = PER_REPLICA | SAME_ON_ONE
 IN_EACH_RUN = {
     "every entry point": ["fully sharded", "central, on a replica"],
     "several steps": ["model parallel", "4 on each of 2"],
-    "distributed dataset": ["one worker", "shard_update"],
+    "distributed dataset": ["one worker"],
     "loop, metrics": [
         "shard_update",
         "fully sharded",
         "central, elsewhere",
-        "8 on one",
         "hierarchical",
     ],
     "loop, built in it": ["central, elsewhere"],
