@@ -10,6 +10,10 @@ waits is idle. Each row's clusters are started several times.
 
 The peers' Python needs tensorflow and tf_keras; without it TensorFlow is left out. What
 the servers' messages cost alone is measured by `flight_round_trip.py`.
+
+With `--gbit RATE` each task has a network namespace of its own with a link of that rate
+(`network_namespaces.py`), and workers share no memory with servers, as on machines of
+their own. This needs Linux, root and iproute2.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
+from network_namespaces import network, require_tools
 from ps_cluster import Cluster
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -32,6 +37,7 @@ parser.add_argument("--starts", type=int, default=3, help="of each cluster")
 parser.add_argument("--rounds", type=int, default=5)
 parser.add_argument("--steps", type=int, default=40, help="steps of all in one timing")
 parser.add_argument("--limit-seconds", type=float, default=300.0)
+parser.add_argument("--gbit", type=float, help="Gbit/s of each task's own link")
 options = parser.parse_args()
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
@@ -41,12 +47,22 @@ def measure(num_workers: int, num_servers: int) -> dict[str, Cluster]:
     jobs = {"worker": num_workers, "ps": num_servers}
     found: dict[str, Cluster] = {}
     with contextlib.ExitStack() as stack:
+        chiefs = 1 if options.peer_python else 0
+        hosts = (
+            stack.enter_context(network(chiefs + sum(jobs.values()), options.gbit))
+            if options.gbit
+            else ()
+        )
 
         def start(library: str, *arguments: Any) -> None:
             found[library] = Cluster(
                 *arguments,
                 limit_seconds=options.limit_seconds,
-                env={"BENCH_MODEL": options.model},
+                env={
+                    "BENCH_MODEL": options.model,
+                    "BENCH_SHARES_MEMORY": "" if hosts else "1",
+                },
+                hosts=hosts[: sum(jobs.values())],
             )
             stack.callback(found[library].close)
 
@@ -68,6 +84,8 @@ def measure(num_workers: int, num_servers: int) -> dict[str, Cluster]:
 
 def main() -> None:
     """Print a Markdown table, one row for each size."""
+    if options.gbit:
+        require_tools()
     load = os.getloadavg()[0]
     print(f"{CORES} cores, load {load:.1f} before the first row", file=sys.stderr)
     print(

@@ -10,7 +10,10 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from network_namespaces import Host
 
 __all__ = ["Cluster", "free_ports"]
 
@@ -37,6 +40,7 @@ class Cluster:
         trainers: The job whose tasks read how many steps to do.
         limit_seconds: For an answer.
         env: More variables of the environment.
+        hosts: Where each task runs; empty: all on this machine.
     """
 
     def __init__(
@@ -48,21 +52,24 @@ class Cluster:
         *,
         limit_seconds: float,
         env: dict[str, str] | None = None,
+        hosts: Sequence[Host] = (),
     ) -> None:
         self._limit_seconds, self._env = limit_seconds, env or {}
         self.steps_per_second: list[float] = []
         self.cpu_ms: list[float] = []
         self.loss = float("nan")
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes it.
-        ports = iter(free_ports(sum(jobs.values())))
-        cluster = {
-            job: [f"127.0.0.1:{next(ports)}" for _ in range(count)]
-            for job, count in jobs.items()
-        }
-        token = secrets.token_urlsafe(32)
         tasks = [(job, i) for job, count in jobs.items() for i in range(count)]
+        ports = free_ports(len(tasks))
+        names = [host.address for host in hosts] or ["127.0.0.1"] * len(tasks)
+        prefixes = [host.prefix for host in hosts] or [()] * len(tasks)
+        cluster: dict[str, list[str]] = {job: [] for job in jobs}
+        for (job, _), name, port in zip(tasks, names, ports, strict=True):
+            cluster[job].append(f"{name}:{port}")
+        token = secrets.token_urlsafe(32)
         self._processes = {
-            task: self._start(python, script, cluster, task, token) for task in tasks
+            task: self._start([*prefix, python], script, cluster, task, token)
+            for task, prefix in zip(tasks, prefixes, strict=True)
         }
         self._trainers = [task for task in tasks if task[0] == trainers]
         self._lines: dict[tuple[str, int], queue.Queue[str | None]] = {}
@@ -72,7 +79,7 @@ class Cluster:
 
     def _start(
         self,
-        python: str,
+        command: Sequence[str],
         script: str,
         cluster: dict[str, list[str]],
         task: tuple[str, int],
@@ -89,7 +96,7 @@ class Cluster:
             "JAX_PLATFORMS": "cpu",
         }
         return subprocess.Popen(
-            [python, str(HERE / script)],
+            [*command, str(HERE / script)],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

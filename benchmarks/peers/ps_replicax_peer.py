@@ -2,7 +2,8 @@
 
 With BENCH_DEVICE_SECONDS a step also takes that long on an accelerator, which is none:
 it sleeps. Then workers on one machine need little of its cores. BENCH_MAX_STALENESS is
-the strategy's `max_staleness`.
+the strategy's `max_staleness`. With an empty BENCH_SHARES_MEMORY workers share no
+memory with servers, as if they were on other machines.
 """
 
 import functools
@@ -11,6 +12,9 @@ import threading
 import time
 
 import replicax as rx
+
+if os.environ.get("BENCH_SHARES_MEMORY") == "":
+    del os.memfd_create
 
 BOUND = os.environ.get("BENCH_MAX_STALENESS")
 # A server stays here.
