@@ -219,11 +219,7 @@ WORKER_EXAMPLES = {
 def outputs_of_workers(name: str) -> list[str]:
     """What an example prints on each of two workers of two devices."""
     results = replicax.testing.run(
-        run_here,
-        num_workers=2,
-        args=WORKER_EXAMPLES[name],
-        logical_devices=2,
-        deadline_seconds=180,
+        run_here, num_workers=2, args=WORKER_EXAMPLES[name], logical_devices=2
     )
     return list(results.returned.values())
 

@@ -19,15 +19,8 @@ TABLES = {
 # `test_optax` has quick tests of Optax.
 QUICK_CASE = "MLP, momentum, metrics"
 QUICK = "virtual"
-QUICK_LIBRARIES = ("plain", "nnx")
-QUICK_OF_EQUINOX = ("MLP", "Dropout", "BatchNorm, averaged State", "made in the step")
-LONG = ("LoRA", "RNN", "attention", "nnx.vmap and nnx.scan")
-
-
-def is_in_each_run(library: str, name: str) -> bool:
-    if library == "equinox":
-        return name in QUICK_OF_EQUINOX
-    return library in QUICK_LIBRARIES and name not in LONG
+SLOW = ("optax", "linen")
+LONG = ("LoRA", "RNN", "attention", "nnx.vmap and nnx.scan", "stacked layers and scan")
 
 
 def cells() -> Iterator[object]:
@@ -35,7 +28,7 @@ def cells() -> Iterator[object]:
         for name, case in cases.items():
             for strategy in STRATEGIES:
                 is_quick = name == QUICK_CASE or (
-                    strategy == QUICK and is_in_each_run(library, name)
+                    strategy == QUICK and library not in SLOW and name not in LONG
                 )
                 marks = [] if is_quick else [pytest.mark.slow]
                 id = f"{library}: {name}, {strategy}"
