@@ -48,8 +48,9 @@ def peaks() -> Generator[Counter[int]]:
         if event == "return" and frame.f_code.co_filename.endswith(_PLACING):
             new = (array for array in jax.live_arrays() if id(array) not in ids)
             held = Counter[int]()
-            for (device, address), size in bytes_by_place(new).items():
-                held[device] += 0 if (device, address) in places else size
+            for place, size in bytes_by_place(new).items():
+                if place not in places:
+                    held[place[0]] += size
             for device, size in held.items():
                 largest[device] = max(largest[device], size)
 

@@ -14,7 +14,7 @@ import time
 import replicax as rx
 
 if os.environ.get("BENCH_SHARES_MEMORY") == "":
-    del os.memfd_create
+    del os.memfd_create  # Without it replicax makes no memory that could be shared.
 
 BOUND = os.environ.get("BENCH_MAX_STALENESS")
 # A server stays here.
