@@ -60,7 +60,7 @@ def measure(num_workers: int, num_servers: int) -> dict[str, Cluster]:
                 limit_seconds=options.limit_seconds,
                 env={
                     "BENCH_MODEL": options.model,
-                    "BENCH_SHARES_MEMORY": "" if hosts else "1",
+                    "BENCH_NO_SHARED_MEMORY": "1" if hosts else "",
                 },
                 hosts=hosts[: sum(jobs.values())],
             )

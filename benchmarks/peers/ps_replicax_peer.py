@@ -2,7 +2,7 @@
 
 With BENCH_DEVICE_SECONDS a step also takes that long on an accelerator, which is none:
 it sleeps. Then workers on one machine need little of its cores. BENCH_MAX_STALENESS is
-the strategy's `max_staleness`. With an empty BENCH_SHARES_MEMORY workers share no
+the strategy's `max_staleness`. With BENCH_NO_SHARED_MEMORY workers share no
 memory with servers, as if they were on other machines.
 """
 
@@ -13,7 +13,7 @@ import time
 
 import replicax as rx
 
-if os.environ.get("BENCH_SHARES_MEMORY") == "":
+if os.environ.get("BENCH_NO_SHARED_MEMORY"):
     del os.memfd_create  # Without it replicax makes no memory that could be shared.
 
 BOUND = os.environ.get("BENCH_MAX_STALENESS")
